@@ -1,0 +1,164 @@
+"""The catalog: every chunk that is visible, and where its bytes are. In memory, it is the truth while kvfs runs.
+
+No I/O happens here and nothing waits; `kvfs.index` keeps a durable copy, `kvfs.store` is the only one to change it.
+
+Concurrency: all of it belongs to the event loop's thread. Every method leaves the catalog consistent, so that it is
+consistent between any two awaits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from kvfs.chunk import SUFFIX, geometry
+from kvfs.errors import UsageError
+from kvfs.keys import Key
+from kvfs.messages import Tier
+from kvfs.namespace import Namespace
+from kvfs.prefixes import Member, PrefixDirectory, PrefixTree
+
+NOWHERE = -1
+_FIRST_INODE = 1 << 20
+
+
+class Chunk(Member):
+    """One stored chunk. A million of these exist, so it has slots and shares what it can.
+
+    Attributes:
+        table: the chunks of its namespace.
+        key, parent: its own key and that of the chunk before it.
+        position: index in its chain; num_tokens: tokens it holds.
+        length: bytes of the whole file, a multiple of 4096.
+        created_ns, last_used_ns: nanoseconds since the epoch; only an engine's load counts as use.
+        hits: loads so far.
+        ram, nvme: offset in the arena and in the volume, or NOWHERE. `nvme` is set once the bytes are durable.
+        leases: holders who rely on the extents; neither is reused while it is above zero.
+        is_proven: the extent on NVMe was verified, or written, since the daemon started.
+        is_removed: no longer visible; the extents go when the last lease ends.
+        directory, previous, next: its place in the prefix view, kept by `PrefixTree`.
+        inode: unique while the daemon runs.
+    """
+
+    __slots__ = (
+        "created_ns", "hits", "is_proven", "is_removed", "last_used_ns", "leases", "length", "num_tokens", "nvme", "ram",
+        "table",
+    )  # fmt: skip
+
+    def __init__(
+        self, table: ChunkTable, key: Key, parent: Key, position: int, num_tokens: int, created_ns: int, inode: int
+    ) -> None:
+        super().__init__(key, parent, position, inode)
+        self.table = table
+        self.num_tokens = num_tokens
+        self.length = table.file_bytes(num_tokens)
+        self.created_ns = created_ns
+        self.last_used_ns = created_ns
+        self.hits = 0
+        self.ram = NOWHERE
+        self.nvme = NOWHERE
+        self.leases = 0
+        self.is_proven = False
+        self.is_removed = False
+
+    def __repr__(self) -> str:
+        return f"<Chunk {self.key.hex()} {self.tier.name} position {self.position}>"
+
+    @property
+    def tier(self) -> Tier:
+        """The fastest tier that has the bytes."""
+        if self.ram != NOWHERE:
+            return Tier.RAM
+        return Tier.NVME if self.nvme != NOWHERE else Tier.NONE
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether the bytes are in RAM only."""
+        return self.ram != NOWHERE and self.nvme == NOWHERE
+
+    @property
+    def file_name(self) -> str:
+        """The name of the chunk's file."""
+        return self.key.hex() + SUFFIX
+
+
+class ChunkTable:
+    """The chunks of one namespace.
+
+    Attributes:
+        namespace: what they are; directory: the name of its directory in the mount.
+        chunks: by key.
+        prefixes: the same chunks as a tree.
+        created_ns: when the namespace was first seen.
+        number: its row in the index, 0 before it has one.
+    """
+
+    def __init__(self, namespace: Namespace, created_ns: int, inodes: Iterator[int]) -> None:
+        self.namespace = namespace
+        self.directory = namespace.directory
+        self.chunks: dict[Key, Chunk] = {}
+        self.created_ns = created_ns
+        self.number = 0
+        self._lengths: dict[int, int] = {}
+        self.prefixes: PrefixTree[Chunk] = PrefixTree(self.directory, self.chunks, inodes)
+
+    def file_bytes(self, num_tokens: int) -> int:
+        """Size of the file of a chunk with so many tokens."""
+        length = self._lengths.get(num_tokens)
+        if length is None:
+            length = self._lengths[num_tokens] = geometry(self.namespace, num_tokens).file_bytes
+        return length
+
+
+class Catalog:
+    """All tables, by directory name.
+
+    Invariant: a chunk is in its table, in one prefix directory, and not removed; or in none of them and removed.
+    """
+
+    def __init__(self) -> None:
+        self.tables: dict[str, ChunkTable] = {}
+        self._inodes = itertools.count(_FIRST_INODE)
+
+    def table(self, namespace: Namespace, now_ns: int) -> ChunkTable:
+        """The table of a namespace, made if there is none yet.
+
+        Raises UsageError if the directory belongs to another namespace: the adapter's identity then leaves out
+        something that its layout depends on.
+        """
+        table = self.tables.get(namespace.directory)
+        if table is None:
+            table = self.tables[namespace.directory] = ChunkTable(namespace, now_ns, self._inodes)
+        elif table.namespace != namespace:
+            raise UsageError(f"namespace {namespace.directory} is stored with another chunk layout")
+        return table
+
+    def create(
+        self, table: ChunkTable, key: Key, parent: Key, position: int, num_tokens: int, created_ns: int
+    ) -> tuple[Chunk, list[Chunk]]:
+        """Make a chunk visible; the caller gives it an extent before it waits.
+
+        Returns it, and the chunks that moved to another prefix directory.
+        """
+        shared = table.chunks.get(parent)
+        chunk = Chunk(
+            table, key, shared.key if shared else parent, position, num_tokens, created_ns, next(self._inodes)
+        )
+        table.chunks[key] = chunk
+        return chunk, table.prefixes.add(chunk)
+
+    def discard(self, chunk: Chunk) -> PrefixDirectory[Chunk] | None:
+        """Take a chunk out of sight; returns the prefix directory it was in."""
+        del chunk.table.chunks[chunk.key]
+        chunk.is_removed = True
+        return chunk.table.prefixes.remove(chunk)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Every visible chunk; the catalog must not change meanwhile."""
+        for table in self.tables.values():
+            yield from table.chunks.values()
+
+    @property
+    def num_chunks(self) -> int:
+        """Visible chunks of all namespaces."""
+        return sum(len(table.chunks) for table in self.tables.values())

@@ -1,0 +1,248 @@
+"""The chunk format: a safetensors file that proves its own identity.
+
+    offset            bytes               content
+    0                 8                   u64 little-endian: length of the JSON that follows, spaces included
+    8                 header_bytes - 8    JSON, filled with spaces up to a multiple of 4096
+    header_bytes      payload_bytes       layer 0, layer 1, …; the tensors of a layer in the namespace's order
+    …                 0 … 4095            zeros up to a multiple of 4096, declared as the U8 tensor "kvfs.pad"
+
+``__metadata__`` comes first in the JSON; its values are strings of fixed width, in the order of `_FIELDS`, so the size
+of a header follows from the namespace and the number of tokens alone. The header of a chunk is the *only* header its
+facts can have: `parse_header` rebuilds it from the facts it read and compares every byte. ``layers_xxh3_64`` holds one
+checksum a layer, so that a layer can be used before the rest has arrived; ``facts_xxh3_128`` covers the other facts.
+
+Never change a value here without a new `FORMAT`: files and volumes of every earlier version stay readable.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import struct
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from kvfs.errors import CorruptChunk, UsageError
+from kvfs.keys import CHAIN_BYTES, KEY_BYTES, ChainHash, Key, key_of
+from kvfs.namespace import DTYPE_BYTES, Namespace
+
+FORMAT = "kvfs-chunk/1"
+ALIGNMENT = 4096
+MAX_CHUNK_BYTES = 1 << 30
+MAX_HEADER_BYTES = 4 << 20
+SUFFIX = ".safetensors"
+_PREFIX = struct.Struct("<Q")
+_CHECKSUM_HEX = 16
+_FIELDS = (
+    ("format", 12), ("fingerprint", 64), ("rank", 12), ("chain", 64), ("key", 32), ("parent", 32), ("position", 10),
+    ("num_tokens", 6), ("created_ns", 20),
+)  # fmt: skip
+_FILE_NAME = re.compile(rf"^([0-9a-f]{{{2 * KEY_BYTES}}}){re.escape(SUFFIX)}$")
+
+
+def align(size: int) -> int:
+    """`size` rounded up to the alignment of everything on disk and in the arena."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def file_name(key: Key) -> str:
+    """The name of a chunk's file."""
+    return key.hex() + SUFFIX
+
+
+def parse_file_name(name: str) -> Key | None:
+    """The key in a chunk's file name, or None if it is not one."""
+    match = _FILE_NAME.match(name)
+    return Key(bytes.fromhex(match[1])) if match else None
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a chunk says of itself beside its bytes.
+
+    Attributes:
+        chain: the full chain value; its head is the key.
+        parent: the key of the chunk before it, or the head of the root for position 0.
+        position: index of the chunk in its chain.
+        num_tokens: tokens whose KV it holds; fewer than `tokens_per_chunk` only in a short last chunk.
+        created_ns: when it was published, nanoseconds since the epoch.
+        checksums: xxh3_64 of each layer's bytes.
+    """
+
+    chain: ChainHash
+    parent: Key
+    position: int
+    num_tokens: int
+    created_ns: int
+    checksums: tuple[int, ...]
+
+    @property
+    def key(self) -> Key:
+        """The name under which the chunk is stored."""
+        return key_of(self.chain)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where one tensor lies: `begin` and `end` count bytes from the start of the payload."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes and offsets of every chunk of one namespace with one number of tokens.
+
+    Attributes:
+        layers: for each layer, its tensors in order; the layer's bytes are contiguous.
+        header_bytes, payload_bytes, pad_bytes: the three parts of the file, in this order.
+    """
+
+    namespace: Namespace
+    num_tokens: int
+    layers: tuple[tuple[TensorPlace, ...], ...]
+    header_bytes: int
+    payload_bytes: int
+    pad_bytes: int
+    _metadata_bytes: int
+    _tail: bytes  # the JSON behind __metadata__, the same for every chunk, with its spaces
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole file, a multiple of 4096."""
+        return self.header_bytes + self.payload_bytes + self.pad_bytes
+
+    def layer_range(self, layer: int) -> tuple[int, int]:
+        """Begin and end of a layer, in bytes from the start of the *file*."""
+        tensors = self.layers[layer]
+        return self.header_bytes + tensors[0].begin, self.header_bytes + tensors[-1].end
+
+
+@functools.lru_cache(maxsize=1024)
+def geometry(namespace: Namespace, num_tokens: int) -> Geometry:
+    """The geometry of the namespace's chunks of `num_tokens` tokens.
+
+    Raises UsageError for a count that the namespace cannot have or a chunk above 1 GiB.
+    """
+    if not 0 < num_tokens <= namespace.identity.tokens_per_chunk:
+        raise UsageError(f"a chunk holds 1 to {namespace.identity.tokens_per_chunk} tokens, not {num_tokens}")
+    layers: list[tuple[TensorPlace, ...]] = []
+    offset = 0
+    for run in namespace.layers:
+        for _ in range(run.count):
+            places = []
+            for spec in run.tensors:
+                shape = spec.shape_for(num_tokens)
+                size = math.prod(shape) * DTYPE_BYTES[spec.dtype]
+                places.append(TensorPlace(f"layers.{len(layers)}.{spec.name}", spec.dtype, shape, offset, offset + size))
+                offset += size
+            layers.append(tuple(places))
+            if offset > MAX_CHUNK_BYTES:
+                raise UsageError(f"chunks of this namespace would exceed {MAX_CHUNK_BYTES >> 20} MiB")
+    pad = align(offset) - offset
+    tensors = {place.name: _describe(place) for places in layers for place in places}
+    if pad:
+        tensors["kvfs.pad"] = _describe(TensorPlace("kvfs.pad", "U8", (pad,), offset, offset + pad))
+    tail = b"," + msgspec.json.encode(tensors)[1:]
+    metadata_bytes = len(_encode_metadata([("0" * width) for _, width in _FIELDS], "0" * _CHECKSUM_HEX * len(layers)))
+    header_bytes = align(_PREFIX.size + metadata_bytes + len(tail))
+    if header_bytes > MAX_HEADER_BYTES:
+        raise UsageError("headers of this namespace would exceed 4 MiB")
+    tail += b" " * (header_bytes - _PREFIX.size - metadata_bytes - len(tail))
+    return Geometry(namespace, num_tokens, tuple(layers), header_bytes, offset, pad, metadata_bytes, tail)
+
+
+def _describe(place: TensorPlace) -> dict[str, object]:
+    return {"dtype": place.dtype, "shape": place.shape, "data_offsets": (place.begin, place.end)}
+
+
+def _encode_metadata(values: list[str], checksums: str) -> bytes:
+    facts = ",".join(f'"{name}":"{value}"' for (name, _), value in zip(_FIELDS, values, strict=True))
+    facts += f',"layers_xxh3_64":"{checksums}"'
+    digest = xxhash.xxh3_128_hexdigest(facts.encode())
+    return f'{{"__metadata__":{{{facts},"facts_xxh3_128":"{digest}"}}'.encode()
+
+
+def build_header(geo: Geometry, facts: Facts) -> bytes:
+    """The header of the chunk with these facts, `geo.header_bytes` long."""
+    namespace = geo.namespace
+    if len(facts.checksums) != len(geo.layers) or facts.num_tokens != geo.num_tokens:
+        raise UsageError("these facts are of a chunk with another geometry")
+    values = [
+        FORMAT, namespace.identity.fingerprint().hex(), f"{namespace.rank:05d}of{namespace.num_ranks:05d}",
+        facts.chain.hex(), facts.key.hex(), facts.parent.hex(), f"{facts.position:010d}", f"{facts.num_tokens:06d}",
+        f"{facts.created_ns:020d}",
+    ]  # fmt: skip
+    metadata = _encode_metadata(values, "".join(f"{checksum:016x}" for checksum in facts.checksums))
+    if len(metadata) != geo._metadata_bytes:
+        raise UsageError("a fact does not fit its field")
+    return _PREFIX.pack(geo.header_bytes - _PREFIX.size) + metadata + geo._tail
+
+
+def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> tuple[Geometry, Facts]:
+    """The facts in the header at the start of `raw`, which may hold more than the header.
+
+    Raises CorruptChunk unless the header is, byte for byte, the one that the namespace's chunk with these facts has.
+    """
+    view = memoryview(raw)
+    facts = _read_facts(namespace, view)
+    try:
+        geo = geometry(namespace, facts.num_tokens)
+        expected = build_header(geo, facts)
+    except UsageError as error:
+        raise CorruptChunk(f"impossible facts in a chunk header: {error}") from error
+    if view[: geo.header_bytes] != expected:
+        raise CorruptChunk("the header is not the one its facts call for")
+    return geo, facts
+
+
+def _read_facts(namespace: Namespace, view: memoryview) -> Facts:
+    """The facts that `view` claims; every one is bounded by its fixed width before it is converted."""
+    offset = _PREFIX.size + len('{"__metadata__":{')
+    texts = {}
+    for name, width in (*_FIELDS, ("layers_xxh3_64", _CHECKSUM_HEX * namespace.num_layers)):
+        offset += len(f'"{name}":"')
+        texts[name] = bytes(view[offset : offset + width])
+        offset += width + len('",')
+    try:
+        chain = bytes.fromhex(texts["chain"].decode())
+        parent = bytes.fromhex(texts["parent"].decode())
+        if len(chain) != CHAIN_BYTES or len(parent) != KEY_BYTES:
+            raise ValueError("short header")
+        packed = bytes.fromhex(texts["layers_xxh3_64"].decode())
+        return Facts(
+            chain=ChainHash(chain),
+            parent=Key(parent),
+            position=int(texts["position"]),
+            num_tokens=int(texts["num_tokens"]),
+            created_ns=int(texts["created_ns"]),
+            checksums=struct.unpack(f">{namespace.num_layers}Q", packed),
+        )
+    except (ValueError, struct.error) as error:
+        raise CorruptChunk("not a chunk header of this namespace") from error
+
+
+def checksum(data: bytes | bytearray | memoryview) -> int:
+    """xxh3_64 of a layer's bytes. Releases the GIL on large buffers."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def verify_payload(geo: Geometry, facts: Facts, chunk: memoryview) -> None:
+    """Check the layers and the pad of a whole chunk in memory; raises CorruptChunk for the first that is wrong."""
+    for layer, expected in enumerate(facts.checksums):
+        begin, end = geo.layer_range(layer)
+        if checksum(chunk[begin:end]) != expected:
+            raise CorruptChunk(f"layer {layer} does not have its checksum")
+    verify_pad(geo, chunk)
+
+
+def verify_pad(geo: Geometry, chunk: memoryview) -> None:
+    """Check that the bytes behind the last layer are zeros."""
+    if geo.pad_bytes and any(chunk[geo.header_bytes + geo.payload_bytes : geo.file_bytes]):
+        raise CorruptChunk("the padding is not zero")

@@ -1,0 +1,272 @@
+"""The session protocol: what an adapter and the daemon say to each other.
+
+One message is one packet of an ``AF_UNIX`` ``SOCK_SEQPACKET`` socket: msgpack, at most `MAX_MESSAGE_BYTES`. A client
+sends requests; each carries an `id` of the client's choosing, and each gets exactly one reply with the same `id`
+(`Failure` where it cannot be met). A `Load` whose reply says that bytes are still arriving is followed by `Arrived`
+messages with its `id`, the last of which has `num_layers` equal to the namespace's. Replies may overtake one another.
+Every request takes a batch of at most `MAX_BATCH` keys.
+
+Never change a field here without raising `VERSION`: a peer of another version gets a `Failure` that names both.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from kvfs.errors import ProtocolError
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 160 * 1024
+MAX_BATCH = 4096
+
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Keys = Annotated[bytes, msgspec.Meta(max_length=16 * MAX_BATCH)]
+"""Keys of 16 bytes each, one after the other."""
+
+
+class Tier(IntEnum):
+    """Where the bytes of a chunk are."""
+
+    NONE = 0
+    RAM = 1
+    NVME = 2
+
+
+class StoreStatus(IntEnum):
+    """What became of one chunk of a `Store` or a `Publish`.
+
+    STORED: the slot is reserved (Store), the chunk is visible (Publish). EXISTS: somebody stored it already. REFUSED:
+    there is no room now; recompute next time. BAD: the bytes in the window do not have the checksums that were sent.
+    UNKNOWN: a `Publish` of what was never reserved.
+    """
+
+    STORED = 0
+    EXISTS = 1
+    REFUSED = 2
+    BAD = 3
+    UNKNOWN = 4
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="t", forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Request(Message, frozen=True):
+    """What a client sends."""
+
+    id: Id
+
+
+class Reply(Message, frozen=True):
+    """What the daemon sends."""
+
+    id: Id
+
+
+# requests
+
+
+class Hello(Request, frozen=True, tag="hello"):
+    """First message of a connection. `namespace` is the content of a `namespace.json`."""
+
+    version: int
+    namespace: Annotated[bytes, msgspec.Meta(max_length=128 * 1024)]
+    client: Annotated[str, msgspec.Meta(max_length=200)]
+
+
+class OpenWindow(Request, frozen=True, tag="window"):
+    """Ask for the session's window, the memory in which chunks to be stored are handed over. Once a connection."""
+
+    size_bytes: Size
+
+
+class Match(Request, frozen=True, tag="match"):
+    """How long a prefix of `keys` is stored? What is found is leased until `Release` or the connection ends."""
+
+    keys: Keys
+
+
+class Load(Request, frozen=True, tag="load"):
+    """Where do the bytes of `keys` lie? They are leased, and counted as a hit.
+
+    Chunks on NVMe are brought into RAM first. With `stream` the reply comes at once and `Arrived` follows as layers
+    become readable, else the reply comes when all is there or `deadline_ms` has passed.
+    """
+
+    keys: Keys
+    deadline_ms: Size
+    stream: bool = False
+
+
+class Release(Request, frozen=True, tag="release"):
+    """End a lease that `Match` or `Load` gave."""
+
+    lease: Size
+
+
+class NewChunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A chunk that a client wants to store: its chain value (32 bytes), its parent's key (16), …"""
+
+    chain: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    parent: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    position: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+
+
+class Store(Request, frozen=True, tag="store"):
+    """Reserve room for chunks. The reply names a slot in the window for each that is welcome."""
+
+    chunks: Annotated[tuple[NewChunk, ...], msgspec.Meta(max_length=MAX_BATCH)]
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A chunk whose payload lies in its slot, with the xxh3_64 of each layer, big-endian, one after the other."""
+
+    key: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    checksums: Annotated[bytes, msgspec.Meta(max_length=8 * 1024)]
+
+
+class Publish(Request, frozen=True, tag="publish"):
+    """Make chunks visible. The daemon copies and verifies them; the slots are free when the reply comes."""
+
+    chunks: Annotated[tuple[Finished, ...], msgspec.Meta(max_length=MAX_BATCH)]
+
+
+class Abort(Request, frozen=True, tag="abort"):
+    """Give reserved slots back."""
+
+    keys: Keys
+
+
+class Suspect(Request, frozen=True, tag="suspect"):
+    """The client read wrong bytes: the daemon looks for itself and drops what is proven bad."""
+
+    keys: Keys
+
+
+# replies
+
+
+class Welcome(Reply, frozen=True, tag="welcome"):
+    """Answer to `Hello`; carries the descriptor of the arena and, if there is one, that of the volume (read-only).
+
+    `arena_bytes` are mapped by the client at offset 0. `max_window_bytes` bounds what `OpenWindow` may ask for.
+    """
+
+    version: int
+    directory: str
+    arena_bytes: Size
+    max_window_bytes: Size
+    has_volume: bool
+
+
+class Window(Reply, frozen=True, tag="window_reply"):
+    """Answer to `OpenWindow`; carries the descriptor of the window."""
+
+    size_bytes: Size
+
+
+class Matched(Reply, frozen=True, tag="matched"):
+    """`count` keys from the first on are stored; `lease` holds them (0 where there is nothing to hold)."""
+
+    count: int
+    lease: Size
+
+
+class Placement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where one chunk lies: a whole file, header first, at `offset` of the arena (RAM) or the volume (NVME).
+
+    `tier` NONE is a miss. `source` says where the chunk was when the load was asked for.
+    """
+
+    tier: Tier
+    source: Tier
+    offset: Size
+    length: Size
+
+
+class Loaded(Reply, frozen=True, tag="loaded"):
+    """Answer to `Load`: a placement for each key; layers below `num_layers` are readable."""
+
+    placements: tuple[Placement, ...]
+    lease: Size
+    num_layers: int
+
+
+class Arrived(Reply, frozen=True, tag="arrived"):
+    """Layers below `num_layers` of all chunks are readable now, but for the chunks (by index) in `failed`."""
+
+    num_layers: int
+    failed: tuple[int, ...]
+
+
+class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where in the window the payload of one chunk goes, if `status` is STORED."""
+
+    status: StoreStatus
+    offset: Size
+
+
+class Slots(Reply, frozen=True, tag="slots"):
+    """Answer to `Store`, one slot for each chunk."""
+
+    slots: tuple[Slot, ...]
+
+
+class Published(Reply, frozen=True, tag="published"):
+    """Answer to `Publish`, one status for each chunk."""
+
+    statuses: tuple[StoreStatus, ...]
+
+
+class Done(Reply, frozen=True, tag="done"):
+    """Answer to requests that have nothing to tell."""
+
+
+class Failure(Reply, frozen=True, tag="failure"):
+    """The request was not met; `message` is one sentence for a person."""
+
+    message: str
+
+
+AnyRequest = Hello | OpenWindow | Match | Load | Release | Store | Publish | Abort | Suspect
+AnyReply = Welcome | Window | Matched | Loaded | Arrived | Slots | Published | Done | Failure
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(AnyRequest)
+_reply_decoder = msgspec.msgpack.Decoder(AnyReply)
+R = TypeVar("R", bound=Reply)
+
+
+def encode(message: Message) -> bytes:
+    """One packet; raises ProtocolError if it is too large."""
+    packet = _encoder.encode(message)
+    if len(packet) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {len(packet)} bytes exceeds {MAX_MESSAGE_BYTES}")
+    return packet
+
+
+def decode_request(packet: bytes) -> AnyRequest:
+    """The request in a packet; raises ProtocolError for anything else."""
+    return _decode(_request_decoder, packet)
+
+
+def decode_reply(packet: bytes) -> AnyReply:
+    """The reply in a packet; raises ProtocolError for anything else."""
+    return _decode(_reply_decoder, packet)
+
+
+Decoded = TypeVar("Decoded")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Decoded], packet: bytes) -> Decoded:
+    if len(packet) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message exceeds {MAX_MESSAGE_BYTES} bytes")
+    try:
+        return decoder.decode(packet)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed message: {error}") from error
