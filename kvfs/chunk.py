@@ -16,7 +16,6 @@ Never change a value here without a new `FORMAT`: files and volumes of every ear
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import struct
@@ -55,7 +54,7 @@ def file_name(key: Key) -> str:
 
 def parse_file_name(name: str) -> Key | None:
     """The key in a chunk's file name, or None if it is not one."""
-    match = _FILE_NAME.match(name)
+    match = _FILE_NAME.fullmatch(name)
     return Key(bytes.fromhex(match[1])) if match else None
 
 
@@ -124,12 +123,18 @@ class Geometry:
         return self.header_bytes + tensors[0].begin, self.header_bytes + tensors[-1].end
 
 
-@functools.lru_cache(maxsize=1024)
 def geometry(namespace: Namespace, num_tokens: int) -> Geometry:
     """The geometry of the namespace's chunks of `num_tokens` tokens.
 
     Raises UsageError for a count that the namespace cannot have or a chunk above 1 GiB.
     """
+    known: Geometry | None = namespace.derived.get(num_tokens)
+    if known is None:
+        known = namespace.derived[num_tokens] = _geometry(namespace, num_tokens)
+    return known
+
+
+def _geometry(namespace: Namespace, num_tokens: int) -> Geometry:
     if not 0 < num_tokens <= namespace.identity.tokens_per_chunk:
         raise UsageError(f"a chunk holds 1 to {namespace.identity.tokens_per_chunk} tokens, not {num_tokens}")
     layers: list[tuple[TensorPlace, ...]] = []
@@ -175,7 +180,7 @@ def build_header(geo: Geometry, facts: Facts) -> bytes:
     if len(facts.checksums) != len(geo.layers) or facts.num_tokens != geo.num_tokens:
         raise UsageError("these facts are of a chunk with another geometry")
     values = [
-        FORMAT, namespace.identity.fingerprint().hex(), f"{namespace.rank:05d}of{namespace.num_ranks:05d}",
+        FORMAT, namespace.fingerprint_hex, f"{namespace.rank:05d}of{namespace.num_ranks:05d}",
         facts.chain.hex(), facts.key.hex(), facts.parent.hex(), f"{facts.position:010d}", f"{facts.num_tokens:06d}",
         f"{facts.created_ns:020d}",
     ]  # fmt: skip
@@ -197,7 +202,7 @@ def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> t
         expected = build_header(geo, facts)
     except UsageError as error:
         raise CorruptChunk(f"impossible facts in a chunk header: {error}") from error
-    if view[: geo.header_bytes] != expected:
+    if bytes(view[: geo.header_bytes]) != expected:
         raise CorruptChunk("the header is not the one its facts call for")
     return geo, facts
 

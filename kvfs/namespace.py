@@ -7,6 +7,7 @@ it owns one directory of the mount. Any difference is another directory; nothing
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from typing import Annotated, Any
@@ -119,18 +120,27 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     rank: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
     num_ranks: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
 
-    @property
+    @functools.cached_property
+    def fingerprint_hex(self) -> str:
+        """The identity's fingerprint in hex."""
+        return self.identity.fingerprint().hex()
+
+    @functools.cached_property
+    def derived(self) -> dict[int, Any]:
+        """What `kvfs.chunk` worked out for each number of tokens."""
+        return {}
+
+    @functools.cached_property
     def num_layers(self) -> int:
         """Layers of this rank."""
         return sum(run.count for run in self.layers)
 
-    @property
+    @functools.cached_property
     def directory(self) -> str:
         """The name of the namespace's directory: model, dtype, rank and the head of the fingerprint."""
         base = re.sub(r"[^A-Za-z0-9._]+", "-", self.identity.model.rstrip("/").rsplit("/", 1)[-1]).strip("-.") or "model"
         dtype = re.sub(r"[^a-z0-9]+", "", self.identity.kv_dtype.lower()) or "kv"
-        fingerprint = self.identity.fingerprint().hex()[:12]
-        return f"{base[:64]}-{dtype}-r{self.rank}of{self.num_ranks}-{fingerprint}"
+        return f"{base[:64]}-{dtype}-r{self.rank}of{self.num_ranks}-{self.fingerprint_hex[:12]}"
 
     def check(self) -> None:
         """Raise UsageError, in one sentence, for what the types alone do not forbid."""
@@ -145,7 +155,7 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             if len(set(names)) != len(names):
                 raise UsageError("two tensors of one layer have the same name")
             for tensor in run.tensors:
-                if not _PART.match(tensor.name) or len(tensor.name) > 64:
+                if not _PART.fullmatch(tensor.name) or len(tensor.name) > 64:
                     raise UsageError(f"tensor name {tensor.name[:80]!r} is not made of letters, digits, '_' and '.'")
                 if tensor.dtype not in DTYPE_BYTES:
                     raise UsageError(f"dtype {tensor.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
@@ -158,7 +168,7 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
 def encode(namespace: Namespace) -> bytes:
     """The content of `namespace.json`: readable, and the same bytes for the same namespace."""
     document: dict[str, Any] = {
-        "fingerprint": namespace.identity.fingerprint().hex(),
+        "fingerprint": namespace.fingerprint_hex,
         **msgspec.to_builtins(namespace),
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
@@ -185,4 +195,4 @@ def decode(raw: bytes) -> Namespace:
 
 def is_directory_name(name: str) -> bool:
     """Whether `name` could be a namespace's directory."""
-    return len(name) <= 200 and _NAME.match(name) is not None
+    return len(name) <= 200 and _NAME.fullmatch(name) is not None
