@@ -1,0 +1,44 @@
+# Every target sets up what it needs first: system packages (as root), .venv, kvfs in it. See tools/bootstrap.sh.
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+PYTEST := $(PYTHON) -m pytest -q
+
+.PHONY: help setup demo test check lint format soak clean
+
+help:
+	@echo 'make demo    run a prompt cold, warm, after a restart and after its eviction, on a real mount'
+	@echo 'make test    the tests, real mounts included'
+	@echo 'make check   what CI checks: lint, types, layers, tests'
+	@echo 'make format  bring the sources into the form that `make check` asks for'
+	@echo 'make soak    the long tests: kill -9 loops'
+	@echo 'make clean   remove .venv and what was built'
+
+setup:
+	@tools/bootstrap.sh dev
+
+demo:
+	@tools/bootstrap.sh demo
+	@$(PYTHON) -m kvfs.tools.demo
+
+test: setup
+	$(PYTEST)
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+check: lint
+	$(PYTEST)
+
+format: setup
+	.venv/bin/ruff check --fix-only .
+	.venv/bin/ruff format .
+
+soak: setup
+	$(PYTEST) -m slow
+
+clean:
+	rm -rf .venv build dist *.egg-info demo .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .coverage*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

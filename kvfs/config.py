@@ -1,0 +1,269 @@
+"""Settings: one TOML file and flags of the same names, checked once, frozen from then on.
+
+    mountpoint = "/mnt/kvfs"
+    ram = "4GiB"
+    nvme = "/data/kvfs:64GiB"
+
+`load` merges a file with flags (flags win) and answers any mistake with a `ConfigError` of one sentence. What the
+settings do is described where they are used; this module knows names, units, defaults and ranges only, and touches
+no path that is named in them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from kvfs.errors import ConfigError
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+HugePages = Literal["auto", "never"]
+
+UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+MIN_TIER_BYTES = 1 << 20
+MAX_TIER_BYTES = 1 << 50
+MAX_IO_THREADS = 256
+MAX_SOCKET_DIRECTORY_BYTES = 64  # sockaddr_un holds 108 bytes; the daemon adds a directory and a name
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes in "64GiB", "1.5 TiB", "4096" or 4096; raises ConfigError for anything else.
+
+    Units are powers of 1024 and written in full: nobody should have to guess what "64G" means.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _SIZE.match(text) if isinstance(text, str) else None
+    if match is None or match[2].upper() not in UNITS:
+        raise ConfigError(f"{text!r} is not a size: write a number and KiB, MiB, GiB or TiB, such as 64GiB")
+    number, unit = match[1], UNITS[match[2].upper()]
+    if "." not in number:
+        return int(number) * unit
+    return round(float(number) * unit)
+
+
+def format_size(size_bytes: int) -> str:
+    """A size for people: "64.0 GiB", "512 B"."""
+    if abs(size_bytes) < 1 << 10:
+        return f"{size_bytes} B"
+    value = float(size_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        value /= 1024
+        if abs(value) < 1023.95 or unit == "PiB":
+            break
+    return f"{value:.1f} {unit}"
+
+
+def default_socket_directory() -> str:
+    """Where session sockets lie: /run/kvfs for root, else the user's runtime directory."""
+    if os.geteuid() == 0:
+        return "/run/kvfs"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return f"{runtime}/kvfs" if runtime else f"{tempfile.gettempdir()}/kvfs-{os.geteuid()}"
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The settings in force.
+
+    Attributes:
+        mountpoint: absolute path of the directory that shows the cache.
+        ram_bytes: size of the RAM tier ("ram").
+        nvme_directory, nvme_bytes: where the volume lies and its size, both None for a RAM cache ("nvme").
+        socket_directory: plain directory outside the mount for session sockets.
+        allow_other: whether users other than the daemon's may enter the mount (file modes still hold).
+        huge_pages: "auto" takes huge pages where the system has them, "never" takes 4 KiB pages.
+        window_bytes: most memory that one session may use to hand over chunks ("window").
+        io_threads: threads that read and write the volume.
+        log_level, log_file: what is logged, and where if not to stderr.
+
+    Raises ConfigError when built with values that are out of range or contradict each other.
+    """
+
+    mountpoint: str
+    ram_bytes: int
+    nvme_directory: str | None = None
+    nvme_bytes: int | None = None
+    socket_directory: str = msgspec.field(default_factory=default_socket_directory)
+    allow_other: bool = False
+    huge_pages: HugePages = "auto"
+    window_bytes: int = 64 << 20
+    io_threads: int = 4
+    log_level: LogLevel = "info"
+    log_file: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_path("mountpoint", self.mountpoint)
+        _check_path("socket_directory", self.socket_directory)
+        if len(os.fsencode(self.socket_directory)) > MAX_SOCKET_DIRECTORY_BYTES:
+            raise ConfigError(
+                f"socket_directory {self.socket_directory!r} is longer than {MAX_SOCKET_DIRECTORY_BYTES} bytes, "
+                "which leaves no room for the names of sockets"
+            )
+        _check_range("ram", self.ram_bytes, MIN_TIER_BYTES, MAX_TIER_BYTES)
+        if (self.nvme_directory is None) != (self.nvme_bytes is None):
+            raise ConfigError("nvme needs both a directory and a size, such as /data/kvfs:64GiB")
+        if self.nvme_directory is not None and self.nvme_bytes is not None:
+            _check_path("nvme", self.nvme_directory)
+            _check_range("nvme", self.nvme_bytes, MIN_TIER_BYTES, MAX_TIER_BYTES)
+            if _is_inside(self.nvme_directory, self.mountpoint):
+                raise ConfigError(f"the volume in {self.nvme_directory} cannot lie inside the mount itself")
+        if _is_inside(self.socket_directory, self.mountpoint):
+            raise ConfigError(f"socket_directory {self.socket_directory} cannot lie inside the mount itself")
+        _check_range("window", self.window_bytes, 1 << 16, 1 << 40)
+        if not 1 <= self.io_threads <= MAX_IO_THREADS:
+            raise ConfigError(f"io_threads is {self.io_threads}; it must lie between 1 and {MAX_IO_THREADS}")
+        for name, allowed in (("huge_pages", HugePages), ("log_level", LogLevel)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {_one_of(get_args(allowed))}")
+        if self.log_file is not None:
+            _check_path("log_file", self.log_file)
+            if _is_inside(self.log_file, self.mountpoint):
+                raise ConfigError(f"log_file {self.log_file} cannot lie inside the mount itself")
+
+
+NAMES: dict[str, type[Any]] = {
+    "mountpoint": str, "ram": int, "nvme": str, "socket_directory": str, "allow_other": bool, "huge_pages": str,
+    "window": int, "io_threads": int, "log_level": str, "log_file": str,
+}  # fmt: skip
+"""Every setting as it is called in the TOML file and on the command line, with its type; sizes are int."""
+
+_PATHS = ("mountpoint", "socket_directory", "log_file")
+_SIZES = {"ram": "ram_bytes", "window": "window_bytes"}
+_KIND = {str: "a text in quotes", bool: "true or false", int: "a whole number"}
+
+
+def load(path: str | os.PathLike[str] | None, overrides: dict[str, object]) -> Settings:
+    """The settings in the TOML file at `path`, if one is named, with `overrides` over them.
+
+    `overrides` bear the names of `NAMES`; None means not given. Relative paths count from the file's directory in a
+    file and from the working directory in overrides. Raises ConfigError, in one sentence.
+    """
+    values: dict[str, object] = {}
+    if path is not None:
+        values = _named(_read_toml(path), f"{os.fspath(path)}: ", Path(path).absolute().parent)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    values |= _named(given, "", Path.cwd())
+    for name in ("mountpoint", "ram_bytes"):
+        if name not in values:
+            shown = "ram" if name == "ram_bytes" else name
+            raise ConfigError(
+                f"{shown} is not set: a cache needs a mountpoint and a size for its RAM tier, such as 4GiB"
+            )
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def to_toml(settings: Settings) -> str:
+    """The settings as a TOML file that `load` reads back to the same settings. It holds no secrets."""
+    lines = [f"mountpoint = {_quote(settings.mountpoint)}", f"ram = {_quote(_exact_size(settings.ram_bytes))}"]
+    if settings.nvme_directory is not None and settings.nvme_bytes is not None:
+        lines.append(f"nvme = {_quote(f'{settings.nvme_directory}:{_exact_size(settings.nvme_bytes)}')}")
+    lines += [
+        f"socket_directory = {_quote(settings.socket_directory)}",
+        f"allow_other = {str(settings.allow_other).lower()}",
+        f"huge_pages = {_quote(settings.huge_pages)}",
+        f"window = {_quote(_exact_size(settings.window_bytes))}",
+        f"io_threads = {settings.io_threads}",
+        f"log_level = {_quote(settings.log_level)}",
+    ]
+    if settings.log_file is not None:
+        lines.append(f"log_file = {_quote(settings.log_file)}")
+    return "\n".join(lines) + "\n"
+
+
+def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings in {os.fspath(path)}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{os.fspath(path)} is not a TOML file: {error}") from error
+
+
+def _named(raw: dict[str, object], where: str, base: Path) -> dict[str, object]:
+    """Fields of `Settings` from named settings; `where` goes before each error, `base` before relative paths."""
+    fields: dict[str, object] = {}
+    for name, value in raw.items():
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(NAMES)}"
+            raise ConfigError(f"{where}there is no setting {name!r}; {hint}")
+        try:
+            fields |= _field(name, value, base)
+        except ConfigError as error:
+            raise ConfigError(f"{where}{error}") from error
+    return fields
+
+
+def _field(name: str, value: Any, base: Path) -> dict[str, object]:
+    if name in _SIZES:
+        try:
+            return {_SIZES[name]: parse_size(value)}
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+    kind = NAMES[name]
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{name} must be {_KIND[kind]}, not {value!r}")
+    if name == "nvme":
+        return _parse_nvme(value, base)
+    if name in _PATHS:
+        return {name: _absolute(value, base)}
+    return {name: value}
+
+
+def _parse_nvme(text: str, base: Path) -> dict[str, object]:
+    directory, colon, size = text.rpartition(":")
+    if not colon or not directory:
+        raise ConfigError(f"nvme is {text!r}; write a directory, a colon and a size, such as /data/kvfs:64GiB")
+    try:
+        return {"nvme_directory": _absolute(directory, base), "nvme_bytes": parse_size(size)}
+    except ConfigError as error:
+        raise ConfigError(f"nvme: {error}") from error
+
+
+def _absolute(path: str, base: Path) -> str:
+    """`path` made absolute without looking at the file system: a mount that hangs must not hang us."""
+    return os.path.normpath(base / os.path.expanduser(path)) if path else ""
+
+
+def _check_path(name: str, path: str) -> None:
+    if not path.startswith("/"):
+        raise ConfigError(f"{name} must be an absolute path, not {path!r}")
+    if "\0" in path or any("\ud800" <= letter <= "\udfff" for letter in path):
+        raise ConfigError(f"{name} is not a path in UTF-8: {path!r}")
+
+
+def _check_range(name: str, size_bytes: int, least: int, most: int) -> None:
+    if not least <= size_bytes <= most:
+        raise ConfigError(
+            f"{name} is {format_size(size_bytes)}; it must lie between {format_size(least)} and {format_size(most)}"
+        )
+
+
+def _is_inside(path: str, directory: str) -> bool:
+    return os.path.commonpath([path, directory]) == directory
+
+
+def _one_of(words: tuple[str, ...]) -> str:
+    return ", ".join(words[:-1]) + f" or {words[-1]}"
+
+
+def _exact_size(size_bytes: int) -> str:
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size_bytes and size_bytes % UNITS[unit.upper()] == 0:
+            return f"{size_bytes // UNITS[unit.upper()]}{unit}"
+    return str(size_bytes)
+
+
+def _quote(text: str) -> str:
+    """A TOML basic string; JSON's escapes are a subset but for DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
