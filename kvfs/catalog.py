@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import cast
 
 from kvfs.chunk import SUFFIX, geometry
 from kvfs.errors import UsageError
@@ -70,6 +71,11 @@ class Chunk(Member):
         if self.ram != NOWHERE:
             return Tier.RAM
         return Tier.NVME if self.nvme != NOWHERE else Tier.NONE
+
+    @property
+    def home(self) -> PrefixDirectory[Chunk] | None:
+        """The prefix directory it is in."""
+        return cast("PrefixDirectory[Chunk] | None", self.directory)
 
     @property
     def is_dirty(self) -> bool:

@@ -1,0 +1,109 @@
+"""Group commit: what many tasks want durable in the index goes there in one transaction after the other.
+
+An extent handed to `free_later` becomes free after a commit that began later, and so after the one that deletes its
+chunk: never is an extent reused that a crash could still find in the index.
+
+Concurrency: belongs to the event loop's thread; the transaction runs in a thread while the next round gathers.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable
+
+import trio
+
+from kvfs.errors import UnavailableError
+from kvfs.index import Batch, ChunkRow, Index, NamespaceRow
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+
+
+class _Round:
+    """What the next transaction will hold, and who waits for it."""
+
+    def __init__(self) -> None:
+        self.batch = Batch()
+        self.extents: list[tuple[int, int]] = []
+        self.done = trio.Event()
+        self.error: sqlite3.Error | None = None
+
+
+class Commits:
+    """The queue in front of the index. `run` must be running for anything to become durable."""
+
+    def __init__(self, index: Index, free: Callable[[int, int], None]) -> None:
+        self._index = index
+        self._free = free
+        self._round = _Round()
+        self._wake = trio.Event()
+        self._limiter = trio.CapacityLimiter(1)
+
+    def use(self, free: Callable[[int, int], None]) -> None:
+        """Give extents back to another allocator from now on."""
+        self._free = free
+
+    def put(self, row: ChunkRow) -> None:
+        """A chunk became clean. If the commit fails the row is forgotten: the caller learns of it from `flush`."""
+        self._round.batch.put.append(row)
+
+    def delete(self, namespace: int, key: bytes) -> None:
+        """A chunk is gone. Tried again until it succeeds."""
+        self._round.batch.delete.append((namespace, key))
+        self._wake.set()
+
+    def used(self, last_used_ns: int, hits: int, namespace: int, key: bytes) -> None:
+        """A chunk was loaded. Goes with the next transaction, whenever that is."""
+        self._round.batch.used.append((last_used_ns, hits, namespace, key))
+
+    def add_namespace(self, row: NamespaceRow) -> None:
+        """A namespace came into being."""
+        self._round.batch.namespaces.append(row)
+        self._wake.set()
+
+    def free_later(self, offset: int, length: int) -> None:
+        """Free an extent once no durable row can name it."""
+        self._round.extents.append((offset, length))
+        self._wake.set()
+
+    async def flush(self) -> None:
+        """Wait until all that was asked for so far is durable. Raises UnavailableError if the index failed."""
+        current = self._round
+        self._wake.set()
+        await current.done.wait()
+        if current.error is not None:
+            raise UnavailableError(f"the index could not be written: {current.error}")
+
+    async def run(self) -> None:
+        """Commit round after round, for ever."""
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            await self._commit_round()
+
+    async def _commit_round(self) -> None:
+        current, self._round = self._round, _Round()
+        try:
+            if current.batch:
+                await trio.to_thread.run_sync(self._index.commit, current.batch, limiter=self._limiter)
+        except sqlite3.Error as error:
+            log.error("the index could not be written, trying again: %s", error)
+            current.error = error
+            self._keep_for_next_round(current)
+            current.done.set()
+            await trio.sleep(_RETRY_S)
+            self._wake.set()
+            return
+        for offset, length in current.extents:
+            self._free(offset, length)
+        current.done.set()
+
+    def _keep_for_next_round(self, failed: _Round) -> None:
+        batch = self._round.batch
+        batch.delete[:0] = failed.batch.delete
+        batch.used[:0] = failed.batch.used
+        batch.namespaces[:0] = failed.batch.namespaces
+        self._round.extents[:0] = failed.extents

@@ -1,0 +1,167 @@
+"""The index: a durable copy of the catalog's NVMe side, in SQLite beside the volume.
+
+While kvfs runs the catalog in memory is the truth; the index is what a restart begins with. A `Batch` is one
+transaction; the order of its parts does not matter. Two rules make a crash harmless, both kept by `kvfs.store`: a
+chunk is put here only after its bytes are durable on the volume, and an extent is reused only after the batch that
+deletes its chunk is committed. If the index is damaged or belongs to another volume it is set aside, never trusted.
+
+Everything here blocks; it is called in one thread at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from kvfs.errors import FormatError, UsageError
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+FILE_NAME = "index.sqlite"
+_SCHEMA = f"""
+CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
+CREATE TABLE namespaces (number INTEGER PRIMARY KEY, directory TEXT UNIQUE, document BLOB, created_ns INTEGER);
+CREATE TABLE chunks (
+    namespace INTEGER, key BLOB, parent BLOB, position INTEGER, num_tokens INTEGER, offset INTEGER, length INTEGER,
+    created_ns INTEGER, last_used_ns INTEGER, hits INTEGER, PRIMARY KEY (namespace, key)
+) WITHOUT ROWID;
+PRAGMA user_version = {VERSION};
+"""
+
+
+class NamespaceRow(NamedTuple):
+    """A namespace as the index knows it; `document` is its namespace.json."""
+
+    number: int
+    directory: str
+    document: bytes
+    created_ns: int
+
+
+class ChunkRow(NamedTuple):
+    """A clean chunk; `offset` counts bytes from the start of the volume."""
+
+    namespace: int
+    key: bytes
+    parent: bytes
+    position: int
+    num_tokens: int
+    offset: int
+    length: int
+    created_ns: int
+    last_used_ns: int
+    hits: int
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one transaction changes.
+
+    Attributes:
+        put: chunks that became clean; delete: (namespace, key) of chunks that are gone.
+        used: (last_used_ns, hits, namespace, key) of chunks that were loaded.
+        namespaces: new ones.
+    """
+
+    put: list[ChunkRow] = field(default_factory=list)
+    delete: list[tuple[int, bytes]] = field(default_factory=list)
+    used: list[tuple[int, int, int, bytes]] = field(default_factory=list)
+    namespaces: list[NamespaceRow] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.put or self.delete or self.used or self.namespaces)
+
+
+class Index:
+    """An open index. Attributes: path."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._connection = connection
+
+    @classmethod
+    def open(cls, path: Path, volume_identity: bytes) -> Index:
+        """Open the index of this volume, or begin one.
+
+        Raises UsageError for an index of another version.
+        """
+        connection = None
+        if path.exists():
+            connection = _open_present(path, volume_identity)
+        if connection is None:
+            connection = _create(path, volume_identity)
+        return cls(path, connection)
+
+    def namespaces(self) -> list[NamespaceRow]:
+        """All namespaces."""
+        rows = self._connection.execute("SELECT number, directory, document, created_ns FROM namespaces")
+        return [NamespaceRow(*row) for row in rows]
+
+    def chunks(self) -> list[ChunkRow]:
+        """All chunks, parents before children."""
+        rows = self._connection.execute(
+            "SELECT namespace, key, parent, position, num_tokens, offset, length, created_ns, last_used_ns, hits"
+            " FROM chunks ORDER BY position"
+        )
+        return [ChunkRow(*row) for row in rows]
+
+    def commit(self, batch: Batch) -> None:
+        """Carry out a batch; durable when it returns. Raises sqlite3.Error, and then nothing of it was done."""
+        connection = self._connection
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.executemany("INSERT OR REPLACE INTO namespaces VALUES (?, ?, ?, ?)", batch.namespaces)
+            connection.executemany("DELETE FROM chunks WHERE namespace = ? AND key = ?", batch.delete)
+            connection.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", batch.put)
+            connection.executemany(
+                "UPDATE chunks SET last_used_ns = ?, hits = ? WHERE namespace = ? AND key = ?", batch.used
+            )
+
+    def close(self) -> None:
+        """Close it."""
+        self._connection.close()
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    return connection
+
+
+def _create(path: Path, volume_identity: bytes) -> sqlite3.Connection:
+    connection = _connect(path)
+    path.chmod(0o600)
+    connection.executescript("BEGIN;" + _SCHEMA + "COMMIT;")
+    connection.execute("INSERT INTO facts VALUES ('volume', ?)", (volume_identity,))
+    return connection
+
+
+def _open_present(path: Path, volume_identity: bytes) -> sqlite3.Connection | None:
+    """The connection to an index that can be trusted; one that cannot is set aside and None is returned."""
+    connection = None
+    try:
+        connection = _connect(path)
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version > VERSION:
+            connection.close()
+            raise UsageError(f"{path} has index format {version}, this kvfs reads {VERSION}; use the kvfs that made it")
+        if version != VERSION or connection.execute("PRAGMA quick_check").fetchone()[0] != "ok":
+            raise FormatError("it is damaged or was never finished")
+        row = connection.execute("SELECT value FROM facts WHERE name = 'volume'").fetchone()
+        if row is None or row[0] != volume_identity:
+            raise FormatError("it belongs to another volume")
+        return connection
+    except (sqlite3.DatabaseError, FormatError) as error:
+        if connection is not None:
+            connection.close()
+        aside = path.with_name(path.name + ".set-aside")
+        log.error("the index %s cannot be trusted (%s): moved to %s, the cache begins empty", path, error, aside.name)
+        path.rename(aside)
+        for suffix in ("-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        return None

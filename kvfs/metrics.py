@@ -1,0 +1,105 @@
+"""What kvfs counts, and the log of events that `tail -f .kvfs/events` shows. Keys are named, prompts never."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvfs.system import System
+
+MAX_EVENT_BYTES = 4 << 20
+KEPT_EVENT_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the daemon started; units are in the names, the rest are numbers of chunks."""
+
+    loads_ram: int = field(default=0, metadata={"help": "chunks loaded that were in RAM"})
+    loads_nvme: int = field(default=0, metadata={"help": "chunks loaded that were on NVMe only"})
+    loads_missed: int = field(default=0, metadata={"help": "chunks asked for that were not there"})
+    loads_unavailable: int = field(default=0, metadata={"help": "chunks that could not be read in time or at all"})
+    loaded_bytes: int = field(default=0, metadata={"help": "bytes placed for engines"})
+    matches: int = field(default=0, metadata={"help": "prefix matches"})
+    matched_chunks: int = field(default=0, metadata={"help": "chunks found by prefix matches"})
+    stores_published: int = field(default=0, metadata={"help": "chunks published"})
+    stores_existing: int = field(default=0, metadata={"help": "stores of chunks that were there already"})
+    stores_refused: int = field(default=0, metadata={"help": "stores refused for want of room"})
+    stores_bad: int = field(default=0, metadata={"help": "stores whose bytes did not have their checksums"})
+    stores_aborted: int = field(default=0, metadata={"help": "reserved stores that were never published"})
+    published_bytes: int = field(default=0, metadata={"help": "bytes published"})
+    promotions: int = field(default=0, metadata={"help": "chunks read from NVMe into RAM"})
+    promotions_refused: int = field(default=0, metadata={"help": "promotions that found no room in RAM"})
+    corrupt: int = field(default=0, metadata={"help": "chunks dropped because they were proven bad"})
+    io_errors: int = field(default=0, metadata={"help": "reads and writes that failed on the device"})
+    written_bytes: int = field(default=0, metadata={"help": "bytes written to NVMe"})
+    evictions_ram: int = field(default=0, metadata={"help": "chunks evicted from RAM"})
+    evictions_nvme: int = field(default=0, metadata={"help": "chunks evicted from NVMe, and so from everywhere"})
+    removals: int = field(default=0, metadata={"help": "chunks removed by the user"})
+    protocol_errors: int = field(default=0, metadata={"help": "malformed session messages"})
+    mount_errors: int = field(default=0, metadata={"help": "file system requests that failed inside kvfs"})
+
+
+class EventLog:
+    """One JSON object a line, newest last, bounded: past 4 MiB it is cut to its last 1 MiB, as ``copytruncate`` does.
+
+    Attributes: num_events: events so far, those cut off included.
+    """
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._text = bytearray()
+        self.num_events = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes now."""
+        return len(self._text)
+
+    def append(self, kind: str, **facts: object) -> None:
+        """Add an event."""
+        self.num_events += 1
+        line = {"time_ns": self._system.time_ns(), "event": kind, **facts}
+        self._text += json.dumps(line, default=str).encode() + b"\n"
+        if len(self._text) > MAX_EVENT_BYTES:
+            cut = self._text.index(b"\n", len(self._text) - KEPT_EVENT_BYTES) + 1
+            del self._text[:cut]
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes from `offset`; fewer than `size` at the end."""
+        return bytes(self._text[offset : offset + size])
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """A value as it stands now."""
+
+    name: str
+    help: str
+    value: float
+
+
+class _Collector(Collector):
+    def __init__(self, counters: Counters, gauges: list[Gauge]) -> None:
+        self._counters = counters
+        self._gauges = gauges
+
+    def collect(self) -> Iterator[Metric]:
+        for item in fields(self._counters):
+            yield CounterMetricFamily(
+                f"kvfs_{item.name}", item.metadata["help"], value=getattr(self._counters, item.name)
+            )
+        for gauge in self._gauges:
+            yield GaugeMetricFamily(f"kvfs_{gauge.name}", gauge.help, value=gauge.value)
+
+
+def render(counters: Counters, gauges: list[Gauge]) -> bytes:
+    """Counters and gauges in Prometheus' text format."""
+    registry = prometheus_client.CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(counters, gauges))
+    return prometheus_client.generate_latest(registry)

@@ -1,0 +1,112 @@
+"""Recovery: from the index to the catalog, at start. Runs in a thread, before anything else uses the tiers.
+
+Rows are trusted as far as they fit their namespace and the volume. Where two rows claim the same bytes, which only a
+damaged index can hold, the header on the volume says whose they are. Payloads are not read here: every read verifies.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterable
+from operator import attrgetter
+
+from kvfs import namespace as namespaces
+from kvfs.catalog import Chunk, ChunkTable
+from kvfs.chunk import geometry
+from kvfs.commits import Commits
+from kvfs.errors import CorruptChunk, FormatError, UsageError
+from kvfs.extents import ExtentAllocator
+from kvfs.index import ChunkRow, Index
+from kvfs.keys import Key
+from kvfs.residency import Residency
+from kvfs.tiers.nvme import NvmeTier, check_header
+from kvfs.volume import SUPERBLOCK_BYTES, aligned_buffer
+
+log = logging.getLogger(__name__)
+
+
+def recover(residency: Residency, nvme: NvmeTier, commits: Commits, index: Index) -> ExtentAllocator:
+    """Fill the catalog and the NVMe tier's policy; returns the allocator that knows the extents in use."""
+    gc.disable()  # a million small objects are about to be made, none of them garbage
+    try:
+        tables = _recover_tables(residency, index)
+        chunks = list(_recover_chunks(residency, commits, index.chunks(), tables, nvme.volume.capacity))
+        chunks.sort(key=attrgetter("nvme"))
+        chunks = _resolve_overlaps(residency, nvme, chunks)
+        allocator = ExtentAllocator(
+            nvme.volume.capacity - SUPERBLOCK_BYTES, SUPERBLOCK_BYTES, ((chunk.nvme, chunk.length) for chunk in chunks)
+        )
+        chunks.sort(key=lambda chunk: (chunk.last_used_ns, -chunk.position))
+        for chunk in chunks:
+            nvme.policy.insert(chunk)
+    finally:
+        gc.enable()
+    gc.freeze()
+    if chunks:
+        log.info("found %d chunks in %d namespaces", len(chunks), len(tables))
+    return allocator
+
+
+def _recover_tables(residency: Residency, index: Index) -> dict[int, ChunkTable]:
+    tables = {}
+    for row in index.namespaces():
+        try:
+            table = residency.catalog.table(namespaces.decode(row.document), row.created_ns)
+        except (FormatError, UsageError) as error:
+            log.error("namespace %s in the index is not readable, its chunks are dropped: %s", row.directory, error)
+            continue
+        table.number = row.number
+        tables[row.number] = table
+    return tables
+
+
+def _recover_chunks(
+    residency: Residency, commits: Commits, rows: Iterable[ChunkRow], tables: dict[int, ChunkTable], capacity: int
+) -> Iterable[Chunk]:
+    for row in rows:
+        table = tables.get(row.namespace)
+        if table is None or not _fits(row, table, capacity):
+            commits.delete(row.namespace, row.key)
+            continue
+        chunk, _ = residency.catalog.create(
+            table, Key(row.key), Key(row.parent), row.position, row.num_tokens, row.created_ns
+        )
+        chunk.last_used_ns = row.last_used_ns
+        chunk.hits = row.hits
+        chunk.nvme = row.offset
+        yield chunk
+
+
+def _fits(row: ChunkRow, table: ChunkTable, capacity: int) -> bool:
+    try:
+        length = geometry(table.namespace, row.num_tokens).file_bytes
+    except UsageError:
+        return False
+    return row.length == length and row.offset % 4096 == 0 and SUPERBLOCK_BYTES <= row.offset <= capacity - length
+
+
+def _resolve_overlaps(residency: Residency, nvme: NvmeTier, chunks: list[Chunk]) -> list[Chunk]:
+    """Of chunks that overlap keep those whose header is really there."""
+    kept: list[Chunk] = []
+    for chunk in chunks:
+        while kept and kept[-1].nvme + kept[-1].length > chunk.nvme:
+            loser = kept[-1] if _is_there(nvme, chunk) else chunk
+            log.error("two chunks claim the same extent; %s is dropped", loser.key.hex())
+            residency.discard_recovered(loser)
+            if loser is chunk:
+                break
+            kept.pop()
+        else:
+            kept.append(chunk)
+    return kept
+
+
+def _is_there(nvme: NvmeTier, chunk: Chunk) -> bool:
+    header = aligned_buffer(geometry(chunk.table.namespace, chunk.num_tokens).header_bytes)
+    try:
+        nvme.volume.read(header, chunk.nvme)
+        check_header(chunk, header)
+    except (CorruptChunk, OSError):
+        return False
+    return True

@@ -1,0 +1,156 @@
+"""Residency: which chunk has bytes where, who holds them, and what happens when it has to go.
+
+This is the bookkeeping under the store: leases, eviction, removal, and extents that outlive their chunk because
+somebody still reads them. The transfers themselves are elsewhere (`promotion`, `write_behind`).
+
+Invariants, between any two awaits:
+* a visible chunk has an extent in at least one tier, or is being given one by the task that made it;
+* the extents of a leased chunk are neither reused nor written;
+* an extent of the volume is free only if no committed row of the index names it.
+
+Concurrency: belongs to the event loop's thread. Only `reserve_nvme` and `settle` wait; what they return is true when
+they return and must be used before the next await.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Literal
+
+from kvfs.catalog import NOWHERE, Catalog, Chunk
+from kvfs.commits import Commits
+from kvfs.metrics import Counters, EventLog
+from kvfs.prefixes import PrefixDirectory
+from kvfs.tiers.nvme import NvmeTier
+from kvfs.tiers.ram import RamTier
+
+log = logging.getLogger(__name__)
+
+Change = Literal["published", "removed", "moved"]
+Observer = Callable[[Change, Chunk, PrefixDirectory[Chunk] | None], None]
+_VICTIMS_AT_ONCE = 64
+
+
+class Residency:
+    """The catalog and the tiers, kept in step.
+
+    Attributes: catalog, ram, nvme (None for a RAM cache), commits (None likewise), counters, events;
+    num_leases: holds on all chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes.
+    """
+
+    def __init__(
+        self, ram: RamTier, nvme: NvmeTier | None, commits: Commits | None, counters: Counters, events: EventLog
+    ) -> None:
+        self.catalog = Catalog()
+        self.ram = ram
+        self.nvme = nvme
+        self.commits = commits
+        self.counters = counters
+        self.events = events
+        self.observers: list[Observer] = []
+        self.num_leases = 0
+
+    # leases
+
+    def lease(self, chunk: Chunk) -> None:
+        """Hold the chunk's bytes, wherever they are."""
+        chunk.leases += 1
+        self.num_leases += 1
+
+    def release(self, chunk: Chunk) -> None:
+        """End one hold; the last one gives back what a removed chunk still had."""
+        chunk.leases -= 1
+        self.num_leases -= 1
+        if chunk.is_removed and not chunk.leases:
+            self._give_back(chunk)
+
+    # coming and going
+
+    def tell(self, change: Change, chunk: Chunk, directory: PrefixDirectory[Chunk] | None) -> None:
+        """Tell the observers."""
+        for observer in self.observers:
+            observer(change, chunk, directory)
+
+    def discard(self, chunk: Chunk, why: str) -> None:
+        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable."""
+        if chunk.is_removed:
+            return
+        for orphan in chunk.table.prefixes.descendants(chunk):
+            self.ram.policy.demote(orphan)
+            if self.nvme is not None:
+                self.nvme.policy.demote(orphan)
+        if self.commits is not None and chunk.nvme != NOWHERE:
+            self.commits.delete(chunk.table.number, chunk.key)
+        self.ram.policy.remove(chunk)
+        if self.nvme is not None:
+            self.nvme.policy.remove(chunk)
+        directory = self.catalog.discard(chunk)
+        self.events.append(why, namespace=chunk.table.directory, key=chunk.key.hex())
+        self.tell("removed", chunk, directory)
+        if not chunk.leases:
+            self._give_back(chunk)
+
+    def discard_recovered(self, chunk: Chunk) -> None:
+        """Forget a chunk of the index whose bytes on the volume belong to another; its extent is not freed."""
+        if self.commits is not None:
+            self.commits.delete(chunk.table.number, chunk.key)
+        self.catalog.discard(chunk)
+        chunk.nvme = NOWHERE
+
+    async def settle(self) -> None:
+        """Wait until what was discarded is gone for good. Raises UnavailableError."""
+        if self.commits is not None:
+            await self.commits.flush()
+
+    def _give_back(self, chunk: Chunk) -> None:
+        self.ram.drop(chunk)
+        extent = self.nvme.forget(chunk) if self.nvme is not None else None
+        if extent is not None and self.commits is not None:
+            self.commits.free_later(*extent)
+
+    # room
+
+    def reserve_ram(self, length: int) -> int | None:
+        """An extent of the arena, making room if need be; None under pressure."""
+        return self.ram.reserve(length, self._may_leave_ram, self._evict_from_ram)
+
+    def _may_leave_ram(self, chunk: Chunk) -> bool:
+        if chunk.leases:
+            return False
+        return chunk.nvme != NOWHERE or self.nvme is None or self.nvme.is_degraded
+
+    def _evict_from_ram(self, chunk: Chunk) -> None:
+        self.counters.evictions_ram += 1
+        if chunk.nvme == NOWHERE:
+            self.discard(chunk, "evict")
+        else:
+            self.ram.drop(chunk)
+
+    async def reserve_nvme(self, lengths: Iterable[int]) -> list[int]:
+        """Extents of the volume, evicting the least worthy chunks; fewer than asked for if they cannot be had.
+
+        Raises UnavailableError if the index cannot be written.
+        """
+        assert self.nvme is not None
+        offsets: list[int] = []
+        for length in lengths:
+            while (offset := self.nvme.extents.allocate(length)) is None:
+                victims = list(islice(self.nvme.policy.victims(lambda chunk: not chunk.leases), _VICTIMS_AT_ONCE))
+                if not victims or length > self.nvme.extents.capacity:
+                    return offsets
+                self._evict_from_nvme(victims, length)
+                await self.settle()
+            offsets.append(offset)
+        return offsets
+
+    def _evict_from_nvme(self, victims: list[Chunk], wanted: int) -> None:
+        """Evict until `wanted` bytes will be free, a little more than is needed at once: commits are not free."""
+        freed = 0
+        for victim in victims:
+            freed += victim.length
+            self.counters.evictions_nvme += 1
+            self.discard(victim, "evict")
+            if freed >= 4 * wanted:
+                return

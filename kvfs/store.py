@@ -1,0 +1,425 @@
+"""The store: the one orchestrator above catalog, tiers, index and policies. It knows neither FUSE nor sockets.
+
+`open_store` gives a running store; leaving its context flushes what is dirty. What takes time comes in pairs, and
+holding the first half is what protects: `reserve` → `publish` | `abort`, `lease` → `release`.
+
+Concurrency: all methods belong to the event loop's thread. Those that are not `async` never wait, and leave everything
+consistent; after each `await` inside an `async` one the chunk may have been removed, which its lease makes harmless.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import trio
+
+from kvfs import namespace as namespaces
+from kvfs.arena import Arena
+from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
+from kvfs.chunk import Facts, geometry, parse_header, verify_payload
+from kvfs.cold_reads import ColdReads
+from kvfs.commits import Commits
+from kvfs.config import Settings
+from kvfs.errors import CorruptChunk, UnavailableError, UsageError
+from kvfs.index import FILE_NAME, Index, NamespaceRow
+from kvfs.intake import Reservation, receive
+from kvfs.keys import ChainHash, Key, key_of
+from kvfs.messages import NewChunk, StoreStatus, Tier
+from kvfs.metrics import Counters, EventLog, Gauge, render
+from kvfs.namespace import Namespace
+from kvfs.promotion import Promoter, Promotion, drop_corrupt
+from kvfs.recovery import recover
+from kvfs.residency import Observer, Residency
+from kvfs.system import System
+from kvfs.tiers.nvme import NvmeTier, check_header
+from kvfs.tiers.ram import RamTier
+from kvfs.volume import Volume
+from kvfs.write_behind import WriteBehind
+
+log = logging.getLogger(__name__)
+
+_SAVE_USE_EVERY_S = 10.0
+_FLUSH_AT_END_S = 60.0
+_MAX_WINDOWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Bytes of the largest tier, bytes in use there, and visible chunks."""
+
+    total_bytes: int
+    used_bytes: int
+    num_chunks: int
+
+
+class TierStatistics(msgspec.Struct, frozen=True):
+    """One tier: its size, what is used, how many chunks it has."""
+
+    capacity_bytes: int
+    used_bytes: int
+    num_chunks: int
+    kind: str
+    is_degraded: bool = False
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """How the store stands."""
+
+    num_chunks: int
+    num_namespaces: int
+    dirty_bytes: int
+    num_dirty: int
+    num_leases: int
+    ram: TierStatistics
+    nvme: TierStatistics | None
+    counters: dict[str, int]
+
+
+class Store:
+    """See the module. Attributes: settings, catalog, counters, events, arena, volume (None for a RAM cache)."""
+
+    def __init__(
+        self, settings: Settings, system: System, residency: Residency, nursery: trio.Nursery, volume: Volume | None
+    ) -> None:
+        self.settings = settings
+        self.system = system
+        self.volume = volume
+        self.arena = residency.ram.arena
+        self.counters = residency.counters
+        self.events = residency.events
+        self._residency = residency
+        self._copies = trio.CapacityLimiter(settings.io_threads)
+        self._used: set[Chunk] = set()
+        self._promoter: Promoter | None = None
+        self._writer: WriteBehind | None = None
+        self._cold: ColdReads | None = None
+        if residency.nvme is not None and residency.commits is not None:
+            self._promoter = Promoter(residency, residency.nvme, nursery)
+            self._writer = WriteBehind(residency, residency.nvme, residency.commits)
+            self._cold = ColdReads(residency, residency.nvme)
+
+    @property
+    def catalog(self) -> Catalog:
+        """What is visible. For reading."""
+        return self._residency.catalog
+
+    @property
+    def on_change(self) -> list[Observer]:
+        """Callbacks for chunks that are published, moved or removed."""
+        return self._residency.observers
+
+    @property
+    def has_nvme(self) -> bool:
+        """Whether there is a tier that outlives the daemon."""
+        return self.volume is not None
+
+    # namespaces
+
+    def attach(self, namespace: Namespace) -> ChunkTable:
+        """The table of a namespace. Raises UsageError for one that is impossible or contradicts what is stored."""
+        namespace.check()
+        geometry(namespace, namespace.identity.tokens_per_chunk)
+        tables = self.catalog.tables
+        is_known = namespace.directory in tables
+        table = self.catalog.table(namespace, self.system.time_ns())
+        if not is_known:
+            table.number = 1 + max((other.number for other in tables.values()), default=0)
+            if self._residency.commits is not None:
+                document = namespaces.encode(namespace)
+                row = NamespaceRow(table.number, table.directory, document, table.created_ns)
+                self._residency.commits.add_namespace(row)
+            self.events.append("namespace", namespace=table.directory)
+        return table
+
+    # finding and loading
+
+    def match(self, table: ChunkTable, keys: Sequence[Key]) -> list[Chunk]:
+        """The chunks of the longest stored prefix of `keys`, leased."""
+        found: list[Chunk] = []
+        for key in keys:
+            chunk = table.chunks.get(key)
+            if chunk is None:
+                break
+            self._residency.lease(chunk)
+            found.append(chunk)
+        self.counters.matches += 1
+        self.counters.matched_chunks += len(found)
+        return found
+
+    def lease(self, chunk: Chunk) -> None:
+        """Hold a chunk's bytes: neither evicted nor reused, even after a removal."""
+        self._residency.lease(chunk)
+
+    def release(self, chunk: Chunk) -> None:
+        """End one hold."""
+        self._residency.release(chunk)
+        if not chunk.leases and self._cold is not None:
+            self._cold.forget(chunk)
+
+    def promote(self, chunks: Iterable[Chunk]) -> list[Promotion | None]:
+        """Bring leased chunks that are on NVMe only into RAM; None where there is no room."""
+        assert self._promoter is not None
+        return self._promoter.start(chunks)
+
+    def touch(self, chunks: Sequence[Chunk], sources: Sequence[Tier]) -> None:
+        """An engine loaded these chunks of one chain, head first. Call it after the reply is out."""
+        now_ns = self.system.time_ns()
+        for chunk, source in zip(chunks, sources, strict=True):
+            chunk.hits += 1
+            chunk.last_used_ns = now_ns
+            self.counters.loaded_bytes += chunk.length
+            if source is Tier.RAM:
+                self.counters.loads_ram += 1
+            else:
+                self.counters.loads_nvme += 1
+        self._residency.ram.policy.touch(chunks)
+        if self._residency.nvme is not None:
+            self._residency.nvme.policy.touch(chunks)
+            self._used.update(chunks)
+
+    async def read(self, chunk: Chunk, offset: int, size: int) -> memoryview:
+        """Verified bytes of the chunk's file; the caller holds a lease. Fewer than `size` at the end.
+
+        Raises CorruptChunk (the chunk was dropped) or UnavailableError.
+        """
+        end = min(offset + size, chunk.length)
+        if chunk.ram != NOWHERE:
+            return self._residency.ram.view(chunk.ram + offset, max(0, end - offset))
+        if self._cold is None or chunk.nvme == NOWHERE:
+            raise UnavailableError(f"chunk {chunk.key.hex()} has no bytes")
+        return (await self._cold.read(chunk))[offset:end]
+
+    async def facts(self, chunk: Chunk) -> Facts:
+        """What the chunk's header says; the caller holds a lease. Raises as `read` does."""
+        head = await self.read(chunk, 0, chunk.length)
+        return parse_header(chunk.table.namespace, head)[1]
+
+    async def examine(self, chunk: Chunk) -> None:
+        """A client says that it read wrong bytes: look, and drop what is proven bad."""
+        self.lease(chunk)
+        try:
+            if chunk.ram != NOWHERE:
+                view = self._residency.ram.view(chunk.ram, chunk.length)
+                await trio.to_thread.run_sync(_verify_whole, chunk, view, limiter=self._copies)
+            elif self._cold is not None:
+                self._cold.forget(chunk)
+                await self._cold.read(chunk)
+        except CorruptChunk as error:
+            drop_corrupt(self._residency, chunk, error)
+        except UnavailableError as error:
+            log.warning("chunk %s could not be examined: %s", chunk.key.hex(), error)
+        finally:
+            self.release(chunk)
+
+    # storing
+
+    def reserve(self, table: ChunkTable, new: NewChunk) -> Reservation | StoreStatus:
+        """Room in RAM for a chunk to come, or why there is none. Raises UsageError for an impossible one."""
+        key = key_of(ChainHash(new.chain))
+        geo = geometry(table.namespace, new.num_tokens)
+        if key in table.chunks:
+            self.counters.stores_existing += 1
+            return StoreStatus.EXISTS
+        offset = self._residency.reserve_ram(geo.file_bytes)
+        if offset is None:
+            self.counters.stores_refused += 1
+            return StoreStatus.REFUSED
+        return Reservation(table, new, key, geo, offset)
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give a reservation back."""
+        self.counters.stores_aborted += 1
+        self._free_reserved(reservation)
+
+    async def publish(
+        self, reservation: Reservation, window_fd: int, window_offset: int, checksums: tuple[int, ...]
+    ) -> StoreStatus:
+        """Copy a chunk's payload from a window into its place, verify it and make it visible.
+
+        The reservation is used up, whatever happens.
+        """
+        created_ns = self.system.time_ns()
+        view = self._residency.ram.view(reservation.offset, reservation.geometry.file_bytes)
+        new = reservation.new
+        facts = Facts(ChainHash(new.chain), Key(new.parent), new.position, new.num_tokens, created_ns, checksums)
+        with trio.CancelScope(shield=True):  # a thread that writes into the arena is never abandoned
+            try:
+                is_good = await trio.to_thread.run_sync(
+                    receive, reservation.geometry, facts, window_fd, window_offset, view, limiter=self._copies
+                )
+            except (OSError, UsageError) as error:
+                log.warning("a window could not be read: %s", error)
+                is_good = False
+        if not is_good:
+            self._free_reserved(reservation)
+            self.counters.stores_bad += 1
+            return StoreStatus.BAD
+        if reservation.key in reservation.table.chunks:  # somebody was faster
+            self._free_reserved(reservation)
+            self.counters.stores_existing += 1
+            return StoreStatus.EXISTS
+        self._make_visible(reservation, created_ns)
+        return StoreStatus.STORED
+
+    def _make_visible(self, reservation: Reservation, created_ns: int) -> None:
+        new = reservation.new
+        chunk, moved = self.catalog.create(
+            reservation.table, reservation.key, Key(new.parent), new.position, new.num_tokens, created_ns
+        )
+        self._residency.ram.place(chunk, reservation.offset)
+        self.counters.stores_published += 1
+        self.counters.published_bytes += chunk.length
+        self.events.append("publish", namespace=chunk.table.directory, key=chunk.key.hex())
+        for other in moved:
+            self._residency.tell("moved", other, chunk.home.parent if chunk.home else None)
+        self._residency.tell("published", chunk, chunk.home)
+        if self._writer is not None:
+            self._writer.add(chunk)
+
+    def _free_reserved(self, reservation: Reservation) -> None:
+        self._residency.ram.extents.free(reservation.offset, reservation.geometry.file_bytes)
+
+    # removing
+
+    async def remove(self, chunks: Iterable[Chunk], reason: str = "rm") -> None:
+        """Remove chunks from every tier. It is durable when this returns; raises UnavailableError if it may not be."""
+        for chunk in list(chunks):
+            if not chunk.is_removed:
+                self.counters.removals += 1
+                self._residency.discard(chunk, reason)
+        await self._residency.settle()
+
+    # looking
+
+    def capacity(self) -> Capacity:
+        """True size and use, as `df` shows them: of NVMe, or of RAM where there is no NVMe."""
+        tier = self._residency.nvme or self._residency.ram
+        dirty = self._writer.dirty_bytes if self._writer is not None else 0
+        used = min(tier.extents.used_bytes + dirty, tier.extents.capacity)
+        return Capacity(tier.extents.capacity, used, self.catalog.num_chunks)
+
+    def statistics(self) -> Statistics:
+        """A frozen picture of everything that is counted."""
+        ram, nvme = self._residency.ram, self._residency.nvme
+        counters = {name: getattr(self.counters, name) for name in Counters.__slots__}
+        return Statistics(
+            num_chunks=self.catalog.num_chunks,
+            num_namespaces=len(self.catalog.tables),
+            dirty_bytes=self._writer.dirty_bytes if self._writer else 0,
+            num_dirty=self._writer.num_dirty if self._writer else 0,
+            num_leases=self._residency.num_leases,
+            ram=TierStatistics(ram.extents.capacity, ram.extents.used_bytes, len(ram.policy), self.arena.kind),
+            nvme=TierStatistics(
+                nvme.extents.capacity, nvme.extents.used_bytes, len(nvme.policy),
+                "direct" if nvme.volume.is_direct else "buffered", nvme.is_degraded,
+            ) if nvme else None,
+            counters=counters,
+        )  # fmt: skip
+
+    def metrics_text(self) -> bytes:
+        """The same for Prometheus."""
+        now = self.statistics()
+        gauges = [
+            Gauge("chunks", "visible chunks", now.num_chunks),
+            Gauge("dirty_bytes", "bytes in RAM that are not on NVMe yet", now.dirty_bytes),
+            Gauge("leases", "holds on chunks", now.num_leases),
+            Gauge("ram_capacity_bytes", "size of the RAM tier", now.ram.capacity_bytes),
+            Gauge("ram_used_bytes", "bytes allocated in the RAM tier", now.ram.used_bytes),
+        ]
+        if now.nvme is not None:
+            gauges += [
+                Gauge("nvme_capacity_bytes", "size of the NVMe tier", now.nvme.capacity_bytes),
+                Gauge("nvme_used_bytes", "bytes allocated in the NVMe tier", now.nvme.used_bytes),
+                Gauge("nvme_degraded", "1 while writing to NVMe fails", now.nvme.is_degraded),
+            ]
+        return render(self.counters, gauges)
+
+    # life
+
+    async def flush(self, deadline_s: float = _FLUSH_AT_END_S) -> bool:
+        """Wait until nothing is dirty; returns False if the deadline came first."""
+        if self._writer is None or self._residency.commits is None:
+            return True
+        with trio.move_on_after(deadline_s):
+            await self._writer.drain()
+            self._save_use()
+            await self._residency.commits.flush()
+            return True
+        return False
+
+    async def _run(self, nursery: trio.Nursery) -> None:
+        if self._writer is not None and self._residency.commits is not None:
+            nursery.start_soon(self._residency.commits.run)
+            nursery.start_soon(self._writer.run)
+            nursery.start_soon(self._save_use_now_and_then)
+
+    async def _save_use_now_and_then(self) -> None:
+        while True:
+            await trio.sleep(_SAVE_USE_EVERY_S)
+            self._save_use()
+
+    def _save_use(self) -> None:
+        """Hand what was used since the last time to the next transaction."""
+        commits = self._residency.commits
+        if commits is None:
+            return
+        for chunk in self._used:
+            if chunk.nvme != NOWHERE and not chunk.is_removed:
+                commits.used(chunk.last_used_ns, chunk.hits, chunk.table.number, chunk.key)
+        self._used.clear()
+
+
+def _verify_whole(chunk: Chunk, view: memoryview) -> None:
+    geo, facts = check_header(chunk, view)
+    verify_payload(geo, facts, view)
+
+
+@asynccontextmanager
+async def open_store(settings: Settings, system: System | None = None) -> AsyncIterator[Store]:
+    """A running store with these settings. Leaving the context flushes what is dirty, for at most a minute.
+
+    Raises UsageError for what an operator has to mend, OSError for a device that fails.
+    """
+    system = system or System()
+    events, counters = EventLog(system), Counters()
+    windows = settings.window_bytes * _MAX_WINDOWS
+    arena = await trio.to_thread.run_sync(
+        lambda: Arena.create(
+            settings.ram_bytes, huge_pages=settings.huge_pages == "auto", window_budget_bytes=windows
+        )
+    )
+    volume: Volume | None = None
+    index: Index | None = None
+    try:
+        nvme = commits = None
+        if settings.nvme_directory is not None and settings.nvme_bytes is not None:
+            directory = Path(settings.nvme_directory)
+            volume = Volume.open(directory, settings.nvme_bytes, system)
+            index = Index.open(directory / FILE_NAME, volume.identity)
+            nvme = NvmeTier(volume, settings.io_threads)
+            commits = Commits(index, nvme.extents.free)
+        residency = Residency(RamTier(arena), nvme, commits, counters, events)
+        if index is not None and nvme is not None and commits is not None:
+            nvme.extents = await trio.to_thread.run_sync(recover, residency, nvme, commits, index)
+            commits.use(nvme.extents.free)
+        async with trio.open_nursery() as nursery:
+            store = Store(settings, system, residency, nursery, volume)
+            await store._run(nursery)
+            try:
+                yield store
+            finally:
+                with trio.CancelScope(shield=True):
+                    if not await store.flush():
+                        log.error("not everything could be written to NVMe; dirty chunks are lost")
+                nursery.cancel_scope.cancel()
+    finally:
+        if index is not None:
+            index.close()
+        if volume is not None:
+            volume.close()
+        arena.close()

@@ -1,0 +1,1 @@
+"""Tiers: a flat space of bytes each, with an extent allocator and a policy. `kvfs.store` moves chunks between them."""

@@ -1,0 +1,113 @@
+"""The NVMe tier: which chunk has which extent of the volume, and direct reads and writes of whole chunks.
+
+Concurrency: the bookkeeping belongs to the event loop's thread; transfers run in at most `num_threads` threads of this
+volume's own, so that a device that hangs takes no other thread with it. A transfer is never abandoned: its buffer
+belongs to it until it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import trio
+
+from kvfs import chunk as chunk_format
+from kvfs.catalog import NOWHERE, Chunk
+from kvfs.errors import CorruptChunk
+from kvfs.extents import ExtentAllocator
+from kvfs.policies import LeafFirstLRU, Policy
+from kvfs.volume import SUPERBLOCK_BYTES, Volume
+
+_SLICE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A piece of a chunk file that is read at once: bytes `begin` to `end`, after which layers below `layers` are there."""
+
+    begin: int
+    end: int
+    first_layer: int
+    layers: int
+
+
+def slices(geo: chunk_format.Geometry) -> Iterator[Slice]:
+    """The pieces of a chunk file, in order: whole layers, about 2 MiB each, cut at multiples of 4096."""
+    begin = first = 0
+    for layer in range(len(geo.layers)):
+        end = geo.layer_range(layer)[1]
+        is_last = layer == len(geo.layers) - 1
+        if end - begin >= _SLICE_BYTES or is_last:
+            stop = geo.file_bytes if is_last else chunk_format.align(end)
+            yield Slice(begin, stop, first, layer + 1)
+            begin, first = stop, layer + 1
+
+
+class NvmeTier:
+    """The volume, what is free in it, and who goes first.
+
+    Attributes:
+        volume, extents, policy: chunks in the policy are exactly the visible ones with an extent here.
+        is_degraded: the last write failed; writes are being retried, chunks may leave RAM without one.
+    """
+
+    def __init__(self, volume: Volume, num_threads: int) -> None:
+        self.volume = volume
+        self.extents = ExtentAllocator(volume.capacity - SUPERBLOCK_BYTES, base=SUPERBLOCK_BYTES)
+        self.policy: Policy[Chunk] = LeafFirstLRU()
+        self.is_degraded = False
+        self.num_threads = num_threads
+        self.limiter = trio.CapacityLimiter(num_threads)
+
+    async def read(self, chunk: Chunk, piece: Slice, buffer: memoryview) -> None:
+        """Read one piece of a leased chunk into its place in `buffer`, as long as the chunk. Raises OSError."""
+        target = buffer[piece.begin : piece.end]
+        await trio.to_thread.run_sync(self.volume.read, target, chunk.nvme + piece.begin, limiter=self.limiter)
+
+    async def verify(self, chunk: Chunk, piece: Slice, buffer: memoryview) -> None:
+        """Verify the layers of a piece that was read; the first piece must be there. Raises CorruptChunk."""
+        await trio.to_thread.run_sync(_verify, chunk, piece, buffer, limiter=self.limiter)
+
+    async def write(self, buffer: memoryview, offset: int) -> None:
+        """Write a whole chunk; durable only after `sync`. Raises OSError."""
+        await trio.to_thread.run_sync(self.volume.write, buffer, offset, limiter=self.limiter)
+
+    async def sync(self) -> None:
+        """Make what was written durable. Raises OSError."""
+        await trio.to_thread.run_sync(self.volume.sync, limiter=self.limiter)
+
+    def place(self, chunk: Chunk, offset: int) -> None:
+        """The extent at `offset` now durably holds this chunk."""
+        chunk.nvme = offset
+        if not chunk.is_removed:
+            self.policy.insert(chunk)
+
+    def forget(self, chunk: Chunk) -> tuple[int, int] | None:
+        """Take the chunk out; returns its extent, which the caller frees when nothing durable names it any more."""
+        self.policy.remove(chunk)
+        if chunk.nvme == NOWHERE:
+            return None
+        extent = (chunk.nvme, chunk.length)
+        chunk.nvme = NOWHERE
+        return extent
+
+
+def _verify(chunk: Chunk, piece: Slice, buffer: memoryview) -> None:
+    geo, facts = check_header(chunk, buffer)
+    for layer in range(piece.first_layer, piece.layers):
+        begin, end = geo.layer_range(layer)
+        if chunk_format.checksum(buffer[begin:end]) != facts.checksums[layer]:
+            raise CorruptChunk(f"layer {layer} does not have its checksum")
+    if piece.layers == len(geo.layers):
+        chunk_format.verify_pad(geo, buffer)
+
+
+def check_header(chunk: Chunk, buffer: memoryview) -> tuple[chunk_format.Geometry, chunk_format.Facts]:
+    """The facts of the chunk file in `buffer`; raises CorruptChunk unless they are those of this very chunk."""
+    geo, facts = chunk_format.parse_header(chunk.table.namespace, buffer)
+    if (facts.key, facts.parent, facts.position, facts.num_tokens) != (
+        chunk.key, chunk.parent, chunk.position, chunk.num_tokens,
+    ):  # fmt: skip
+        raise CorruptChunk("these are the bytes of another chunk")
+    return geo, facts

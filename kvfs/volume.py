@@ -1,0 +1,199 @@
+"""The volume: one preallocated file on NVMe, read and written past the page cache, 4 KiB aligned.
+
+    offset   bytes   content of the superblock
+    0        8       magic "KVFSVOL\\0"
+    8        4       format version, u32 little-endian
+    12       4       zero
+    16       16      identity of the volume, random
+    32       8       capacity in bytes, superblock included, u64
+    40       8       created, nanoseconds since the epoch, u64
+    48       8       xxh3_64 of the 48 bytes before, u64
+    56       4040    zeros
+
+Chunks lie behind it in extents of 4 KiB multiples, each a whole chunk file. Never change these values without a new
+version. A lock on the directory keeps a second daemon away; it ends with the process.
+
+Everything here blocks and is called in threads; nothing here knows what a chunk is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import uuid
+from pathlib import Path
+
+import xxhash
+
+from kvfs.chunk import ALIGNMENT
+from kvfs.errors import FormatError, UsageError
+from kvfs.system import System
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+MAGIC = b"KVFSVOL\0"
+FILE_NAME = "volume"
+SUPERBLOCK_BYTES = ALIGNMENT
+_HEAD = struct.Struct("<8sI4x16sQQ")
+_SUM = struct.Struct("<Q")
+_MAX_TRANSFER = 64 << 20
+
+
+class Volume:
+    """An open volume.
+
+    Attributes:
+        path: of the file; identity: the random 16 bytes in its superblock; capacity: its size in bytes.
+        is_direct: whether the file system takes O_DIRECT (else reads and writes are buffered).
+        fd: the daemon's descriptor; client_fd: a read-only one to hand out.
+    """
+
+    def __init__(self, path: Path, fds: tuple[int, int, int], identity: bytes, capacity: int, is_direct: bool, system: System):
+        self.path = path
+        self.fd, self.client_fd, self._lock_fd = fds
+        self.identity = identity
+        self.capacity = capacity
+        self.is_direct = is_direct
+        self._system = system
+
+    @classmethod
+    def open(cls, directory: Path, capacity: int, system: System) -> Volume:
+        """Open the volume in `directory`, or make it.
+
+        An existing volume keeps its content; a larger `capacity` extends it. Raises UsageError for what an operator
+        has to mend (locked, no room, another format, smaller than before), OSError for the rest.
+        """
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        capacity -= capacity % ALIGNMENT
+        path = directory / FILE_NAME
+        with contextlib.ExitStack() as undo:
+            lock_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, lock_fd)
+            _lock(lock_fd, directory)
+            if not path.exists():
+                _create(path, capacity, system)
+            fd, is_direct = _open(path, os.O_RDWR)
+            undo.callback(os.close, fd)
+            identity, capacity = _grow(fd, path, capacity, system)
+            client_fd, _ = _open(path, os.O_RDONLY)
+            undo.pop_all()
+        if not is_direct:
+            log.warning("the file system of %s takes no O_DIRECT: reads and writes go through the page cache", path)
+        return cls(path, (fd, client_fd, lock_fd), identity, capacity, is_direct, system)
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from `offset`; both, and the buffer's address, are multiples of 4096. Raises OSError."""
+        done = 0
+        while done < len(buffer):
+            count = self._system.preadv(self.fd, [buffer[done : done + _MAX_TRANSFER]], offset + done)
+            if count <= 0:
+                raise OSError(errno.EIO, f"short read at {offset + done}", str(self.path))
+            done += count
+
+    def write(self, buffer: memoryview, offset: int) -> None:
+        """Write `buffer` at `offset`; aligned as in `read`. Not durable before `sync`. Raises OSError."""
+        done = 0
+        while done < len(buffer):
+            count = self._system.pwritev(self.fd, [buffer[done : done + _MAX_TRANSFER]], offset + done)
+            if count <= 0:
+                raise OSError(errno.EIO, f"short write at {offset + done}", str(self.path))
+            done += count
+
+    def sync(self) -> None:
+        """Make every write that has returned durable. Raises OSError."""
+        self._system.fdatasync(self.fd)
+
+    def close(self) -> None:
+        """Close it; the lock goes with the descriptor."""
+        for fd in (self.client_fd, self.fd, self._lock_fd):
+            os.close(fd)
+
+
+def aligned_buffer(size_bytes: int) -> memoryview:
+    """Zeroed anonymous memory that starts on an os_page, as direct I/O wants it."""
+    return memoryview(mmap.mmap(-1, size_bytes))
+
+
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    """Open with O_DIRECT where the file system takes it."""
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o600), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags | os.O_CLOEXEC, 0o600), False
+
+
+def _lock(fd: int, directory: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(f"{directory} is in use by another kvfs daemon") from error
+
+
+def _create(path: Path, capacity: int, system: System) -> None:
+    """Make a volume under another name first, so that one without its superblock is never seen."""
+    unfinished = path.with_suffix(".unfinished")
+    fd, _ = _open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        _allocate(fd, unfinished, 0, capacity, system)
+        _write_superblock(fd, uuid.uuid4().bytes, capacity, system)
+        os.fsync(fd)
+        unfinished.rename(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _grow(fd: int, path: Path, capacity: int, system: System) -> tuple[bytes, int]:
+    """Check the superblock and extend the volume to `capacity`; returns identity and capacity."""
+    identity, present = _read_superblock(fd, path, system)
+    if capacity < present:
+        raise UsageError(
+            f"{path} holds {present} bytes and cannot shrink to {capacity}; give at least its size, or remove it"
+        )
+    if capacity > present:
+        _allocate(fd, path, present, capacity - present, system)
+        _write_superblock(fd, identity, capacity, system)
+    return identity, capacity
+
+
+def _allocate(fd: int, path: Path, offset: int, length: int, system: System) -> None:
+    try:
+        system.fallocate(fd, offset, length)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, offset)
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UsageError(f"there is no room for a volume of {offset + length} bytes at {path}") from error
+
+
+def _write_superblock(fd: int, identity: bytes, capacity: int, system: System) -> None:
+    block = aligned_buffer(SUPERBLOCK_BYTES)
+    head = _HEAD.pack(MAGIC, VERSION, identity, capacity, system.time_ns())
+    block[: _HEAD.size] = head
+    _SUM.pack_into(block, _HEAD.size, xxhash.xxh3_64_intdigest(head))
+    system.pwritev(fd, [block], 0)
+    system.fdatasync(fd)
+
+
+def _read_superblock(fd: int, path: Path, system: System) -> tuple[bytes, int]:
+    block = aligned_buffer(SUPERBLOCK_BYTES)
+    system.preadv(fd, [block], 0)
+    magic, version, identity, capacity, _ = _HEAD.unpack_from(block)
+    if magic != MAGIC:
+        raise UsageError(f"{path} is not a kvfs volume; name another directory, or remove the file if it is yours")
+    if version != VERSION:
+        raise UsageError(f"{path} has volume format {version}, this kvfs reads {VERSION}; use the kvfs that made it")
+    if _SUM.unpack_from(block, _HEAD.size)[0] != xxhash.xxh3_64_intdigest(block[: _HEAD.size]):
+        raise FormatError(f"the superblock of {path} does not have its checksum; the volume cannot be trusted")
+    return identity, capacity

@@ -1,0 +1,374 @@
+"""Sessions: the daemon's side of the protocol in `kvfs.messages`. One connection is one client.
+
+The end of a connection, whatever its cause, gives back all that it held: leases, reserved slots, its window.
+
+Concurrency: one task reads a connection; requests that wait (`Load`, `Publish`, `Suspect`) go on in tasks of their
+own, at most `_MAX_WAITING` a connection, after which nothing more is read from it. Packets are sent whole, one at a
+time. A client that does not read its replies stops only itself.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import logging
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+import trio
+
+from kvfs import messages as m
+from kvfs import namespace as namespaces
+from kvfs.catalog import NOWHERE, Chunk, ChunkTable
+from kvfs.chunk import align
+from kvfs.errors import CorruptChunk, KvfsError, ProtocolError, UsageError
+from kvfs.extents import ExtentAllocator
+from kvfs.intake import Reservation
+from kvfs.keys import split
+from kvfs.promotion import Promotion
+from kvfs.store import Store
+
+log = logging.getLogger(__name__)
+
+_MAX_WAITING = 32
+_MAX_SESSIONS = 512
+_BACKLOG = 128
+_PEER = struct.Struct("3i")
+_leases = itertools.count(1)
+
+
+class Sessions:
+    """All connections. Attributes: num_open."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.num_open = 0
+
+    async def serve(
+        self, listener: socket.socket, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Accept connections on a listening SOCK_SEQPACKET socket, for ever."""
+        accepting = trio.socket.from_stdlib_socket(listener)
+        task_status.started()
+        async with trio.open_nursery() as nursery:
+            while True:
+                connection, _ = await accepting.accept()
+                if self.num_open >= _MAX_SESSIONS:
+                    log.warning("more than %d sessions: a client was turned away", _MAX_SESSIONS)
+                    connection.close()
+                    continue
+                nursery.start_soon(self._serve_one, connection)
+
+    async def _serve_one(self, connection: trio.socket.SocketType) -> None:
+        self.num_open += 1
+        pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        session = Session(self._store, connection)
+        log.debug("session of process %d (uid %d) opened", pid, uid)
+        try:
+            await session.run()
+        except* OSError as errors:  # the peer is gone
+            log.debug("session of process %d broke: %s", pid, errors.exceptions)
+        finally:
+            self.num_open -= 1
+            session.close()
+            connection.close()
+            log.debug("session of process %d ended", pid)
+
+
+async def serve_sessions(
+    store: Store, socket_path: str, task_status: trio.TaskStatus[Sessions] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Serve clients at a socket path that does not exist yet, for ever; the path is removed at the end."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind(socket_path)
+        os.chmod(socket_path, 0o666 if store.settings.allow_other else 0o600)
+        listener.listen(_BACKLOG)
+        sessions = Sessions(store)
+        task_status.started(sessions)
+        await sessions.serve(listener)
+    finally:
+        listener.close()
+        if os.path.lexists(socket_path):
+            os.unlink(socket_path)
+
+
+class Session:
+    """One client: what it holds, and the answers to its requests."""
+
+    def __init__(self, store: Store, connection: trio.socket.SocketType) -> None:
+        self._store = store
+        self._connection = connection
+        self._table: ChunkTable | None = None
+        self._leases: dict[int, list[Chunk]] = {}
+        self._reserved: dict[bytes, tuple[Reservation, int]] = {}  # key -> reservation, offset in the window
+        self._window_fd: int | None = None
+        self._window: ExtentAllocator | None = None
+        self._sending = trio.Lock()
+        self._waiting = trio.Semaphore(_MAX_WAITING)
+        self._is_closed = False
+
+    async def run(self) -> None:
+        """Answer requests until the client closes the connection."""
+        async with trio.open_nursery() as nursery:
+            while packet := await self._connection.recv(m.MAX_MESSAGE_BYTES + 1):
+                try:
+                    request = m.decode_request(packet)
+                except ProtocolError as error:
+                    self._store.counters.protocol_errors += 1
+                    await self._send(m.Failure(0, str(error)))
+                    continue
+                await self._dispatch(request, nursery)
+            nursery.cancel_scope.cancel()
+
+    def close(self) -> None:
+        """Give back everything. Nothing waits."""
+        self._is_closed = True
+        for chunks in self._leases.values():
+            self._release(chunks)
+        self._leases.clear()
+        for reservation, _ in self._reserved.values():
+            self._store.abort(reservation)
+        self._reserved.clear()
+        if self._window_fd is not None:
+            os.close(self._window_fd)
+            self._window_fd = None
+
+    async def _dispatch(self, request: m.AnyRequest, nursery: trio.Nursery) -> None:
+        if isinstance(request, m.Load | m.Publish | m.Suspect):
+            await self._waiting.acquire()
+            nursery.start_soon(self._answer_later, request)
+        else:
+            await self._answer(request)
+
+    async def _answer_later(self, request: m.AnyRequest) -> None:
+        try:
+            await self._answer(request)
+        except OSError as error:  # the peer is gone; the reading task sees it too
+            log.debug("a reply could not be sent: %s", error)
+        finally:
+            self._waiting.release()
+
+    async def _answer(self, request: m.AnyRequest) -> None:
+        try:
+            await self._handle(request)
+        except KvfsError as error:
+            if isinstance(error, ProtocolError):
+                self._store.counters.protocol_errors += 1
+            await self._send(m.Failure(request.id, str(error)))
+
+    async def _handle(self, request: m.AnyRequest) -> None:
+        match request:
+            case m.Hello():
+                await self._hello(request)
+            case m.Match():
+                await self._match(request)
+            case m.Load():
+                await self._load(request)
+            case m.Release():
+                self._release(self._leases.pop(request.lease, []))
+                await self._send(m.Done(request.id))
+            case m.OpenWindow():
+                await self._open_window(request)
+            case m.Store():
+                await self._reserve(request)
+            case m.Publish():
+                await self._publish(request)
+            case m.Abort():
+                for key in split(request.keys):
+                    self._give_back_slot(key)
+                await self._send(m.Done(request.id))
+            case m.Suspect():
+                for key in split(request.keys):
+                    chunk = self._attached.chunks.get(key)
+                    if chunk is not None:
+                        await self._store.examine(chunk)
+                await self._send(m.Done(request.id))
+
+    async def _send(self, reply: m.Reply, fds: Sequence[int] = ()) -> None:
+        packet = m.encode(reply)
+        async with self._sending:
+            if fds:
+                passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+                await self._connection.sendmsg([packet], passed)
+            else:
+                await self._connection.send(packet)
+
+    @property
+    def _attached(self) -> ChunkTable:
+        if self._table is None:
+            raise ProtocolError("the first message of a session is hello")
+        return self._table
+
+    # requests
+
+    async def _hello(self, request: m.Hello) -> None:
+        if request.version != m.VERSION:
+            raise ProtocolError(f"this daemon speaks session protocol {m.VERSION}, the client {request.version}")
+        if self._table is not None:
+            raise ProtocolError("hello was said already")
+        self._table = self._store.attach(namespaces.decode(request.namespace))
+        arena, volume = self._store.arena, self._store.volume
+        fds = [arena.client_fd] + ([volume.client_fd] if volume is not None else [])
+        welcome = m.Welcome(
+            request.id, m.VERSION, self._table.directory, arena.size_bytes, self._store.settings.window_bytes,
+            volume is not None,
+        )  # fmt: skip
+        await self._send(welcome, fds)
+
+    async def _match(self, request: m.Match) -> None:
+        chunks = self._store.match(self._attached, split(request.keys))
+        await self._send(m.Matched(request.id, len(chunks), self._hold(chunks)))
+
+    def _hold(self, chunks: list[Chunk]) -> int:
+        """Remember leases that were taken; returns their number, 0 for none."""
+        if not chunks:
+            return 0
+        lease = next(_leases)
+        self._leases[lease] = chunks
+        return lease
+
+    def _release(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self._store.release(chunk)
+
+    async def _load(self, request: m.Load) -> None:
+        table = self._attached
+        found = [table.chunks.get(key) for key in split(request.keys)]
+        chunks = [chunk for chunk in found if chunk is not None]
+        for chunk in chunks:
+            self._store.lease(chunk)
+        lease = self._hold(chunks)
+        sources = {chunk: chunk.tier for chunk in chunks}
+        self._store.counters.loads_missed += len(found) - len(chunks)
+        cold = [chunk for chunk in chunks if sources[chunk] is not m.Tier.RAM]
+        promotions: dict[Chunk, Promotion | None] = {}
+        if cold and self._store.has_nvme:
+            promotions = dict(zip(cold, self._store.promote(cold), strict=True))
+        num_layers = table.namespace.num_layers
+        under_way = [promotion for promotion in promotions.values() if promotion is not None]
+        if under_way and not request.stream:
+            with trio.move_on_after(request.deadline_ms / 1000):
+                for promotion in under_way:
+                    await promotion.wait_for_layers(num_layers)
+        placements = tuple(_placement(chunk, sources, promotions, request.stream, num_layers) for chunk in found)
+        ready = min((promotion.layers for promotion in under_way), default=num_layers) if request.stream else num_layers
+        await self._send(m.Loaded(request.id, placements, lease, ready))
+        loaded = [chunk for chunk, place in zip(found, placements, strict=True) if chunk and place.tier]
+        self._store.counters.loads_unavailable += len(chunks) - len(loaded)
+        self._store.touch(loaded, [sources[chunk] for chunk in loaded])
+        if ready < num_layers:
+            indexes = {chunk: index for index, chunk in enumerate(found) if chunk is not None}
+            await self._send_arrivals(request, [(indexes[p.chunk], p) for p in under_way], ready, num_layers)
+
+    async def _send_arrivals(
+        self, request: m.Load, promotions: list[tuple[int, Promotion]], ready: int, num_layers: int
+    ) -> None:
+        """Tell the client of layers as they come, until all are there or the deadline has passed."""
+        with trio.move_on_after(request.deadline_ms / 1000):
+            while ready < num_layers:
+                for _, promotion in promotions:
+                    await promotion.wait_for_layers(ready + 1)
+                failed = tuple(index for index, promotion in promotions if promotion.error is not None)
+                ready = min((p.layers for _, p in promotions if p.error is None), default=num_layers)
+                await self._send(m.Arrived(request.id, ready, failed))
+            return
+        late = tuple(index for index, promotion in promotions if promotion.layers < num_layers)
+        await self._send(m.Arrived(request.id, num_layers, late))
+
+    async def _open_window(self, request: m.OpenWindow) -> None:
+        _ = self._attached
+        limit = self._store.settings.window_bytes
+        size = align(request.size_bytes)
+        if self._window_fd is not None:
+            raise ProtocolError("the session has a window already")
+        if not 0 < size <= limit:
+            raise ProtocolError(f"a window has 1 to {limit} bytes, not {request.size_bytes}")
+        try:
+            self._window_fd = await trio.to_thread.run_sync(self._store.arena.create_window, size)
+        except OSError as error:
+            raise UsageError(f"there is no memory for another window: {error}") from error
+        self._window = ExtentAllocator(size)
+        await self._send(m.Window(request.id, size), [self._window_fd])
+
+    async def _reserve(self, request: m.Store) -> None:
+        table = self._attached
+        if self._window is None:
+            raise ProtocolError("open a window before storing")
+        slots = [self._slot(table, new) for new in request.chunks]
+        await self._send(m.Slots(request.id, tuple(slots)))
+
+    def _slot(self, table: ChunkTable, new: m.NewChunk) -> m.Slot:
+        assert self._window is not None
+        if new.chain[:16] in self._reserved:
+            return m.Slot(m.StoreStatus.EXISTS, 0)
+        reservation = self._store.reserve(table, new)
+        if not isinstance(reservation, Reservation):
+            return m.Slot(reservation, 0)
+        geo = reservation.geometry
+        offset = self._window.allocate(align(geo.payload_bytes))
+        if offset is None:
+            self._store.abort(reservation)
+            return m.Slot(m.StoreStatus.REFUSED, 0)
+        self._reserved[reservation.key] = (reservation, offset)
+        return m.Slot(m.StoreStatus.STORED, offset)
+
+    def _give_back_slot(self, key: bytes) -> None:
+        reserved = self._reserved.pop(key, None)
+        if reserved is not None:
+            self._store.abort(reserved[0])
+            self._free_slot(*reserved)
+
+    def _free_slot(self, reservation: Reservation, offset: int) -> None:
+        if self._window is not None:
+            self._window.free(offset, align(reservation.geometry.payload_bytes))
+
+    async def _publish(self, request: m.Publish) -> None:
+        statuses = [m.StoreStatus.UNKNOWN] * len(request.chunks)
+
+        async def publish(index: int, reservation: Reservation, offset: int, checksums: bytes, fd: int) -> None:
+            values = struct.unpack(f">{len(checksums) // 8}Q", checksums)
+            try:
+                statuses[index] = await self._store.publish(reservation, fd, offset, values)
+            finally:
+                self._free_slot(reservation, offset)
+
+        async with trio.open_nursery() as nursery:
+            for index, finished in enumerate(request.chunks):
+                reserved = self._reserved.pop(finished.key, None)
+                if reserved is None or self._window_fd is None:
+                    continue
+                if len(finished.checksums) != 8 * self._attached.namespace.num_layers:
+                    self._reserved[finished.key] = reserved
+                    self._give_back_slot(finished.key)
+                    statuses[index] = m.StoreStatus.BAD
+                    continue
+                nursery.start_soon(publish, index, *reserved, finished.checksums, self._window_fd)
+        await self._send(m.Published(request.id, tuple(statuses)))
+
+
+def _placement(
+    chunk: Chunk | None,
+    sources: dict[Chunk, m.Tier],
+    promotions: dict[Chunk, Promotion | None],
+    stream: bool,
+    num_layers: int,
+) -> m.Placement:
+    """Where a leased chunk is readable: in the arena if it is or will be there, else on the volume."""
+    if chunk is None:
+        return m.Placement(m.Tier.NONE, m.Tier.NONE, 0, 0)
+    source = sources[chunk]
+    if chunk.ram != NOWHERE:
+        return m.Placement(m.Tier.RAM, source, chunk.ram, chunk.length)
+    promotion = promotions.get(chunk)
+    if promotion is not None:
+        is_usable = promotion.error is None and (stream or promotion.layers >= num_layers)
+        if is_usable:
+            return m.Placement(m.Tier.RAM, source, promotion.offset, chunk.length)
+        if isinstance(promotion.error, CorruptChunk):
+            return m.Placement(m.Tier.NONE, m.Tier.NONE, 0, 0)
+    if chunk.nvme != NOWHERE and not chunk.is_removed:
+        return m.Placement(m.Tier.NVME, source, chunk.nvme, chunk.length)
+    return m.Placement(m.Tier.NONE, m.Tier.NONE, 0, 0)
