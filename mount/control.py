@@ -1,0 +1,92 @@
+"""What the files that are no chunks contain: README.txt, namespace.json, and those in `.kvfs`.
+
+README.txt, namespace.json and config.toml never change. status.json and metrics are made when they are opened. The
+events are a file that grows, and is cut at its start now and then; reading them never waits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import msgspec
+
+import kvfs
+from kvfs import config, namespace
+from kvfs.mount.tree import Fixed, Role
+from kvfs.store import Store
+
+README = """\
+This is kvfs: the KV cache of LLM inference engines on this node, in RAM and on NVMe, as files.
+
+  ls -ltu <namespace>/chunks     chunks by last use (mtime: stored, atime: last load by an engine)
+  ls -R <namespace>/prefixes     the same chunks as a tree: what continues what
+  getfattr -d <chunk>            tier, hits, position, tokens, parent, checksum, dirty, key
+  du -sh <namespace>; df -h .    what it takes, what there is
+  cp <chunk> /elsewhere          export: each chunk is a safetensors file that proves its own identity
+  rm <chunk>                     remove a chunk from RAM and NVMe
+  rm -rf <namespace>/prefixes/X  remove a prefix and all that was built on it
+  cat .kvfs/status.json          what goes on; .kvfs/metrics says it for Prometheus
+  tail -f .kvfs/events           what happens; the log is bounded, old lines go
+  cat .kvfs/config.toml          the settings in force
+
+A namespace is one model, dtype, layout and rank; namespace.json says which. It stays when its last chunk goes.
+Both names of a chunk are one file: removing either removes both. A chunk that is open is kept until it is closed.
+Nothing can be written here: engines store through the socket that .kvfs/session points to.
+Chunks hold users' prompts in another form. Treat copies accordingly.
+"""
+
+
+class ControlFiles:
+    """Contents of the fixed files.
+
+    The events and constant files have a size before they are opened; the others show 0, like those of /proc.
+
+    Attributes:
+        socket_path: what `.kvfs/session` points to.
+        num_sessions: asks how many clients are connected.
+    """
+
+    def __init__(self, store: Store, mountpoint: str, socket_path: str) -> None:
+        self.socket_path = socket_path
+        self.num_sessions: Callable[[], int] = lambda: 0
+        self._store = store
+        self._mountpoint = mountpoint
+        self._started_s = store.system.monotonic()
+        self._constant = {
+            Role.README: README.encode(),
+            Role.CONFIG: config.to_toml(store.settings).encode(),
+        }
+
+    def constant(self, node: Fixed) -> bytes | None:
+        """The content of a file that never changes, else None."""
+        if node.role is Role.NAMESPACE_JSON and node.table is not None:
+            return namespace.encode(node.table.namespace)
+        return self._constant.get(node.role)
+
+    def size(self, node: Fixed) -> int:
+        """What `stat` says of a fixed file or link."""
+        if node.role is Role.EVENTS:
+            return self._store.events.size
+        if node.role is Role.SESSION:
+            return len(os.fsencode(self.socket_path))
+        return len(self.constant(node) or b"")
+
+    def snapshot(self, node: Fixed) -> bytes:
+        """The content of a file that is made when it is opened."""
+        return self._status() if node.role is Role.STATUS else self._store.metrics_text()
+
+    def read_events(self, offset: int, size: int) -> bytes:
+        """A piece of the event log; empty at its end."""
+        return self._store.events.read(offset, size)
+
+    def _status(self) -> bytes:
+        document = {
+            "version": kvfs.__version__,
+            "pid": os.getpid(),
+            "mountpoint": self._mountpoint,
+            "uptime_s": round(self._store.system.monotonic() - self._started_s, 3),
+            "num_sessions": self.num_sessions(),
+            **msgspec.to_builtins(self._store.statistics()),
+        }
+        return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"

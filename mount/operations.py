@@ -1,0 +1,391 @@
+"""The FUSE face: each handler translates a request and delegates to the tree, the control files or the store.
+
+Every handler is wrapped, when the class is made: KvfsError becomes the errno of the table in `errnos`, anything
+unexpected becomes EIO, is counted and logged once; Cancelled passes. Without that, any exception but FUSEError would
+end the daemon for everybody (measured).
+
+Concurrency: handlers run as tasks of the FUSE main loop. Only `read` and `getxattr` of a chunk and `unlink` wait; at
+most `MAX_WAITING_FOR_TIER` of them do so at a time, `MAX_QUEUED_FOR_TIER` stand in line and further ones fail at once,
+all far below the `MAX_TASKS` of the main loop, so a hung device does not stop `ls`. All others run to their end without
+a checkpoint. What is read is leased from `open` to `release`, so a chunk that is removed stays readable where it is open.
+`flush` is left unimplemented on purpose: closing a file, and each fork+exec of a process that has one open, then never
+waits for the daemon.
+"""
+
+# ruff: noqa: D102 (pyfuse3.Operations says what each handler does)
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pyfuse3
+import trio
+from pyfuse3 import (
+    EntryAttributes,
+    FileHandleT,
+    FileInfo,
+    FileNameT,
+    FlagT,
+    FUSEError,
+    InodeT,
+    ModeT,
+    ReaddirToken,
+    RequestContext,
+    SetattrFields,
+    StatvfsData,
+    XAttrNameT,
+)
+
+from kvfs.catalog import Chunk
+from kvfs.errors import UnavailableError
+from kvfs.mount.control import ControlFiles
+from kvfs.mount.errnos import Faults
+from kvfs.mount.inodes import Inodes
+from kvfs.mount.invalidation import Invalidations, Place
+from kvfs.mount.tree import SECTOR_BYTES, TIMEOUT_S, Fixed, Node, Role, Tree, is_directory, is_growing
+from kvfs.mount.xattrs import XATTRS, Xattrs
+from kvfs.prefixes import PrefixDirectory
+from kvfs.residency import Change
+from kvfs.store import Store
+
+MAX_TASKS = 1024
+MAX_WAITING_FOR_TIER = 64
+MAX_QUEUED_FOR_TIER = 448
+TIER_DEADLINE_S = 30.0
+BLOCK_BYTES = 4096
+
+Handler = Callable[..., Awaitable[Any]]
+
+
+def guarded(handler: Handler) -> Handler:
+    """A handler that lets only FUSEError and Cancelled out."""
+
+    @functools.wraps(handler)
+    async def guard(self: GuardedOperations, *args: Any) -> Any:
+        try:
+            return await handler(self, *args)
+        except FUSEError:
+            raise
+        except Exception as error:
+            raise FUSEError(self.faults.errno_of(handler.__name__, error)) from error
+
+    guard.is_guarded = True  # type: ignore[attr-defined]
+    return guard
+
+
+class GuardedOperations(pyfuse3.Operations):
+    """Wraps every asynchronous method that a subclass defines, so that none can be forgotten."""
+
+    faults: Faults
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, value in list(vars(cls).items()):
+            if not name.startswith("_") and inspect.iscoroutinefunction(value):
+                setattr(cls, name, guarded(value))
+
+
+@dataclass(slots=True)
+class OpenDirectory:
+    """A directory that is being listed: what it held when the listing began. `readdir` offsets index `entries`."""
+
+    node: Node
+    entries: list[Node] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class OpenFile:
+    """A file that is being read: a leased chunk, or the content as it was when it was opened (None: the events)."""
+
+    chunk: Chunk | None
+    content: bytes | None
+
+
+class Operations(GuardedOperations):
+    """All requests of the kernel.
+
+    Attributes:
+        tree, control, inodes, faults: see there.
+        invalidations: names that the kernel is to drop.
+    """
+
+    supports_dot_lookup = False
+
+    def __init__(self, store: Store, tree: Tree, control: ControlFiles, faults: Faults) -> None:
+        super().__init__()
+        self.tree = tree
+        self.control = control
+        self.faults = faults
+        self.inodes = Inodes()
+        self.invalidations = Invalidations(pyfuse3.invalidate_entry)
+        self._store = store
+        self._xattrs = Xattrs(store)
+        self._uid, self._gid = os.geteuid(), os.getegid()
+        self._open: dict[int, OpenFile | OpenDirectory] = {}
+        self._next_handle = 1
+        self._unlinking: dict[int, Place] = {}  # by the chunk's inode: the name that the kernel drops itself
+        self._tier = trio.CapacityLimiter(MAX_WAITING_FOR_TIER)
+
+    # names and attributes
+
+    async def lookup(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> EntryAttributes:
+        node = self.tree.lookup(self._node(parent_inode), name)
+        if node is None:
+            raise FUSEError(errno.ENOENT)  # without a negative timeout: engines make names appear
+        return self._entry(node)
+
+    async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
+        return self._fill(EntryAttributes(), self._node(inode))
+
+    async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
+        now_s = trio.current_time()
+        for inode, count in inode_list:
+            self.inodes.forget(inode, count, now_s)
+
+    async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
+        node = self._node(inode)
+        if not isinstance(node, Fixed) or node.role is not Role.SESSION:
+            raise FUSEError(errno.EINVAL)
+        return os.fsencode(self.control.socket_path)
+
+    async def statfs(self, ctx: RequestContext) -> StatvfsData:
+        capacity = self._store.capacity()
+        total, used = capacity.total_bytes // BLOCK_BYTES, -(-capacity.used_bytes // BLOCK_BYTES)
+        stat = StatvfsData()
+        stat.f_bsize = stat.f_frsize = BLOCK_BYTES
+        stat.f_blocks = total
+        stat.f_bfree = stat.f_bavail = max(0, total - used)
+        stat.f_files = capacity.num_chunks + stat.f_bfree  # a chunk takes a block at least
+        stat.f_ffree = stat.f_favail = stat.f_bfree
+        stat.f_namemax = 255
+        return stat
+
+    # directories
+
+    async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
+        node = self._node(inode)
+        if not is_directory(node):
+            raise FUSEError(errno.ENOTDIR)
+        return self._handle(OpenDirectory(node))
+
+    async def readdir(self, fh: FileHandleT, start_id: int, token: ReaddirToken) -> None:
+        listing = self._open[fh]
+        assert isinstance(listing, OpenDirectory)
+        if start_id == 0:
+            listing.entries = self.tree.entries(listing.node)
+        entries, parent = listing.entries, listing.node
+        attributes = EntryAttributes()  # one for all: readdir_reply copies it
+        for index in range(start_id, len(entries)):
+            node = entries[index]
+            if not self.tree.holds(parent, node):
+                continue
+            if not pyfuse3.readdir_reply(token, self.tree.name(node), self._fill(attributes, node), index + 1):
+                return
+            if not isinstance(node, Fixed):
+                self.inodes.remember(node)
+
+    async def releasedir(self, fh: FileHandleT) -> None:
+        self._open.pop(fh, None)
+
+    # files
+
+    async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
+        node = self._node(inode)
+        if is_directory(node):
+            raise FUSEError(errno.EISDIR)
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_TRUNC | os.O_APPEND):
+            raise FUSEError(errno.EROFS)
+        if isinstance(node, Chunk):
+            if node.is_removed and not node.leases:
+                raise FUSEError(errno.ENOENT)
+            self._store.lease(node)
+            # Buffered, because safetensors maps chunks shared; without keep_cache, so that each open asks us again.
+            return FileInfo(fh=self._handle(OpenFile(node, None)), keep_cache=False)
+        assert isinstance(node, Fixed)
+        if is_growing(node):
+            return FileInfo(fh=self._handle(OpenFile(None, None)), direct_io=True, keep_cache=False)
+        content = self.control.constant(node)
+        if content is not None:
+            return FileInfo(fh=self._handle(OpenFile(None, content)), keep_cache=True)
+        # Its size shows as 0: only direct I/O reads past it.
+        return FileInfo(fh=self._handle(OpenFile(None, self.control.snapshot(node))), direct_io=True, keep_cache=False)
+
+    async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
+        file = self._open[fh]
+        assert isinstance(file, OpenFile)
+        chunk = file.chunk
+        if chunk is None:
+            return self.control.read_events(off, size) if file.content is None else file.content[off : off + size]
+        size = min(size, chunk.length - off)
+        if size <= 0:
+            return b""
+        async with self._waiting_for_tier():
+            # Any buffer will do; pyfuse3's annotation says bytes.
+            return cast(bytes, await self._store.read(chunk, off, size))
+
+    async def release(self, fh: FileHandleT) -> None:
+        file = self._open.pop(fh, None)
+        if isinstance(file, OpenFile) and file.chunk is not None:
+            self._store.release(file.chunk)
+
+    # removal
+
+    async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
+        chunk = self.tree.chunk_to_unlink(self._node(parent_inode), name)
+        self._unlinking[chunk.inode] = (parent_inode, name)
+        try:
+            async with self._waiting_for_tier():
+                await self._store.remove([chunk], "rm")
+        finally:
+            self._unlinking.pop(chunk.inode, None)
+
+    async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
+        self.tree.remove_directory(self._node(parent_inode), name)
+
+    def changed(self, kind: Change, chunk: Chunk, directory: PrefixDirectory[Chunk] | None) -> None:
+        """A chunk was removed, or moved out of `directory`: the kernel must not go on serving its old names."""
+        if kind == "published":
+            return
+        if self.inodes.get(chunk.inode) is None and (directory is None or not directory.keep):
+            return  # the kernel knows neither
+        places = self.tree.places(chunk, directory)
+        if kind == "moved":
+            places = places[1:]  # the name in chunks/ holds
+            home = cast(PrefixDirectory[Chunk] | None, chunk.directory)
+            if directory is not None and home is not None and home.key == chunk.key:
+                places += [(directory.inode, self.tree.name(branch)) for branch in home.subdirectories.values()]
+        own = self._unlinking.get(chunk.inode)
+        for place in places:
+            if place != own:
+                self.invalidations.put(place)
+
+    def close(self) -> None:
+        """After the main loop: give back the leases of whoever had files open when the mount went."""
+        for file in self._open.values():
+            if isinstance(file, OpenFile) and file.chunk is not None:
+                self._store.release(file.chunk)
+        self._open.clear()
+        self.inodes.forget_all()
+
+    # extended attributes
+
+    async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
+        if name not in XATTRS:  # `ls -l` asks for system.posix_acl_access of everything
+            raise FUSEError(pyfuse3.ENOATTR)
+        node = self._node(inode)
+        if not isinstance(node, Chunk) or node.is_removed:
+            raise FUSEError(pyfuse3.ENOATTR)
+        value = self._xattrs.value_nowait(node, name)
+        if value is not None:
+            return value
+        async with self._waiting_for_tier():
+            return await self._xattrs.read_checksum(node)
+
+    async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
+        node = self._node(inode)
+        return list(XATTRS) if isinstance(node, Chunk) and not node.is_removed else []
+
+    async def setxattr(self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext) -> None:
+        raise FUSEError(errno.ENOTSUP)
+
+    async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
+        raise FUSEError(errno.ENOTSUP)
+
+    # what cannot be done: chunks are immutable, and stored through the session
+
+    async def create(
+        self, parent_inode: InodeT, name: FileNameT, mode: ModeT, flags: FlagT, ctx: RequestContext
+    ) -> tuple[FileInfo, EntryAttributes]:
+        raise _read_only(name)
+
+    async def mknod(
+        self, parent_inode: InodeT, name: FileNameT, mode: ModeT, rdev: int, ctx: RequestContext
+    ) -> EntryAttributes:
+        raise _read_only(name)
+
+    async def mkdir(self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext) -> EntryAttributes:
+        raise _read_only(name)
+
+    async def symlink(
+        self, parent_inode: InodeT, name: FileNameT, target: FileNameT, ctx: RequestContext
+    ) -> EntryAttributes:
+        raise _read_only(name)
+
+    async def link(
+        self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
+    ) -> EntryAttributes:
+        raise _read_only(new_name)
+
+    async def rename(
+        self, parent_inode_old: InodeT, name_old: FileNameT, parent_inode_new: InodeT, name_new: FileNameT,
+        flags: FlagT, ctx: RequestContext,
+    ) -> None:  # fmt: skip
+        raise _read_only(name_new)
+
+    async def setattr(
+        self, inode: InodeT, attr: EntryAttributes, fields: SetattrFields, fh: FileHandleT | None, ctx: RequestContext
+    ) -> EntryAttributes:
+        raise FUSEError(errno.EROFS)
+
+    async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
+        raise FUSEError(errno.EROFS)
+
+    # helpers
+
+    def _node(self, inode: int) -> Node:
+        node = self.tree.fixed(inode) or self.inodes.get(inode)
+        if node is None:
+            raise FUSEError(errno.ESTALE)
+        return node
+
+    def _entry(self, node: Node) -> EntryAttributes:
+        """Attributes for a reply that raises the kernel's lookup count."""
+        entry = self._fill(EntryAttributes(), node)
+        if not isinstance(node, Fixed):
+            self.inodes.remember(node)
+        return entry
+
+    def _fill(self, entry: EntryAttributes, node: Node) -> EntryAttributes:
+        inode, mode, links, size, block_bytes, modified_ns, used_ns, created_ns, timeout_s = self.tree.attributes(node)
+        entry.st_ino = inode
+        entry.st_mode = mode
+        entry.st_nlink = links
+        entry.st_uid, entry.st_gid = self._uid, self._gid
+        entry.st_size = size
+        entry.st_blksize = block_bytes
+        entry.st_blocks = -(-size // SECTOR_BYTES)
+        entry.st_mtime_ns = modified_ns
+        entry.st_atime_ns = used_ns
+        entry.st_ctime_ns = created_ns
+        entry.entry_timeout = TIMEOUT_S
+        entry.attr_timeout = timeout_s
+        return entry
+
+    def _handle(self, opened: OpenFile | OpenDirectory) -> FileHandleT:
+        handle = self._next_handle
+        self._next_handle += 1
+        self._open[handle] = opened
+        return handle
+
+    @asynccontextmanager
+    async def _waiting_for_tier(self) -> AsyncIterator[None]:
+        """For what may wait for a device: few at a time, not too many in line, and not for ever.
+
+        Raises UnavailableError, or TooSlowError after `TIER_DEADLINE_S`.
+        """
+        if self._tier.statistics().tasks_waiting >= MAX_QUEUED_FOR_TIER:
+            raise UnavailableError("too many requests wait for a tier")
+        with trio.fail_after(TIER_DEADLINE_S):
+            async with self._tier:
+                yield
+
+
+def _read_only(name: bytes) -> FUSEError:
+    return FUSEError(errno.ENAMETOOLONG if len(name) > 255 else errno.EROFS)

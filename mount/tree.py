@@ -1,0 +1,298 @@
+"""What the mount looks like, without FUSE: which names there are, what they stand for and what `stat` says of them.
+
+    /README.txt
+    /<namespace>/namespace.json
+    /<namespace>/chunks/<key>.safetensors
+    /<namespace>/prefixes/<key of the first chunk>/…
+    /.kvfs/{session,status.json,metrics,events,config.toml}
+
+A node is a `Fixed` (a place that is always there), a `Chunk`, or a `PrefixDirectory` of the catalog. Both names of a
+chunk are one node. What the files under `.kvfs` contain is in `control`; what the kernel knows is in `inodes`.
+
+Concurrency: belongs to the event loop's thread, nothing here waits.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from kvfs.catalog import Catalog, Chunk, ChunkTable
+from kvfs.chunk import parse_file_name
+from kvfs.mount.errnos import Refused
+from kvfs.prefixes import PrefixDirectory
+
+ROOT_INODE = 1
+FIRST_TABLE_INODE = 1 << 10
+TABLE_INODES = 4
+LAST_FIXED_INODE = (1 << 20) - 1  # the catalog numbers chunks and prefix directories from 1 << 20 on
+MAX_NAME_BYTES = 255
+TIMEOUT_S = 1.0  # how long the kernel may believe an attribute: `ls -ltu` shows the last second's hits
+SECTOR_BYTES = 512  # the unit of st_blocks, stat(2)
+_CHUNK_BLOCK_BYTES = 1 << 20  # st_blksize: cat and cp then read by the MiB, the largest FUSE request
+
+
+class Role(enum.Enum):
+    """What a fixed node is."""
+
+    ROOT = enum.auto()
+    README = enum.auto()
+    CONTROL = enum.auto()
+    SESSION = enum.auto()
+    STATUS = enum.auto()
+    METRICS = enum.auto()
+    EVENTS = enum.auto()
+    CONFIG = enum.auto()
+    NAMESPACE = enum.auto()
+    NAMESPACE_JSON = enum.auto()
+    CHUNKS = enum.auto()
+    PREFIXES = enum.auto()
+
+
+_DIRECTORIES = frozenset({Role.ROOT, Role.CONTROL, Role.NAMESPACE, Role.CHUNKS, Role.PREFIXES})
+DIRECTORY_MODE = stat.S_IFDIR | 0o750
+CHUNK_MODE = stat.S_IFREG | 0o440
+FILE_MODE = stat.S_IFREG | 0o440
+LINK_MODE = stat.S_IFLNK | 0o777  # the mode of a link is never looked at, symlink(7)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fixed:
+    """A node that is always there; `table` is the namespace it belongs to, if it belongs to one."""
+
+    role: Role
+    inode: int
+    name: bytes
+    table: ChunkTable | None = None
+
+
+Node = Fixed | Chunk | PrefixDirectory[Chunk]
+
+
+class Attributes(NamedTuple):
+    """What `stat` says. Times are nanoseconds since the epoch, sizes bytes; `timeout_s`: how long it may be cached."""
+
+    inode: int
+    mode: int
+    links: int
+    size: int
+    block_bytes: int
+    modified_ns: int
+    used_ns: int
+    created_ns: int
+    timeout_s: float
+
+
+class _TableNodes(NamedTuple):
+    """The fixed nodes of one namespace."""
+
+    directory: Fixed
+    json: Fixed
+    chunks: Fixed
+    prefixes: Fixed
+
+
+class Tree:
+    """The namespace of the mount.
+
+    Attributes:
+        catalog: where chunks and prefix directories come from.
+        root: the node of the mount point.
+
+    `file_size` gives the size of the fixed files (0 for those whose content is made when they are opened).
+    """
+
+    def __init__(self, catalog: Catalog, file_size: Callable[[Fixed], int], started_ns: int) -> None:
+        self.catalog = catalog
+        self._file_size = file_size
+        self._started_ns = started_ns
+        self.root = Fixed(Role.ROOT, ROOT_INODE, b"")
+        self._control = [
+            Fixed(role, 4 + number, name)
+            for number, (role, name) in enumerate(
+                [
+                    (Role.SESSION, b"session"), (Role.STATUS, b"status.json"), (Role.METRICS, b"metrics"),
+                    (Role.EVENTS, b"events"), (Role.CONFIG, b"config.toml"),
+                ]
+            )
+        ]  # fmt: skip
+        self._top = [Fixed(Role.README, 2, b"README.txt"), Fixed(Role.CONTROL, 3, b".kvfs")]
+        self._fixed = {node.inode: node for node in [self.root, *self._top, *self._control]}
+        self._tables: dict[bytes, _TableNodes] = {}
+        self._numbered: list[_TableNodes] = []
+
+    def fixed(self, inode: int) -> Fixed | None:
+        """The fixed node of an inode."""
+        if inode < FIRST_TABLE_INODE:
+            return self._fixed.get(inode)
+        number, which = divmod(inode - FIRST_TABLE_INODE, TABLE_INODES)
+        return self._numbered[number][which] if number < len(self._numbered) else None
+
+    def lookup(self, parent: Node, name: bytes) -> Node | None:
+        """What `name` stands for in `parent`; None if there is no such name.
+
+        Raises Refused (ENOTDIR, ENAMETOOLONG).
+        """
+        if len(name) > MAX_NAME_BYTES:
+            raise Refused(errno.ENAMETOOLONG)
+        if isinstance(parent, PrefixDirectory):
+            return self._in_prefix(parent, name)
+        if not isinstance(parent, Fixed) or parent.role not in _DIRECTORIES:
+            raise Refused(errno.ENOTDIR)
+        if parent.role is Role.CHUNKS:
+            return _chunk(cast(ChunkTable, parent.table), name)
+        if parent.role is Role.PREFIXES:
+            return cast(ChunkTable, parent.table).prefixes.directories.get(_text(name))
+        if parent.role is Role.ROOT and (nodes := self._nodes_of(name)) is not None:
+            return nodes.directory
+        return next((node for node in self.entries(parent) if self.name(node) == name), None)
+
+    def entries(self, directory: Node) -> list[Node]:
+        """What a directory holds now; raises Refused (ENOTDIR).
+
+        What was built on a chunk comes before it, so that `rm -r` works from the leaves up: removing a chunk first
+        would make orphans of all that follow, one by one.
+        """
+        if isinstance(directory, PrefixDirectory):
+            return [*directory.subdirectories.values(), *reversed([*directory.chunks()])]
+        if isinstance(directory, Fixed):
+            table = directory.table
+            match directory.role:
+                case Role.ROOT:
+                    return [*self._top, *(self._nodes(table).directory for table in self.catalog.tables.values())]
+                case Role.CONTROL:
+                    return [*self._control]
+                case Role.NAMESPACE if table is not None:
+                    return [*self._nodes(table)[1:]]
+                case Role.CHUNKS if table is not None:
+                    return [*reversed(table.chunks.values())]
+                case Role.PREFIXES if table is not None:
+                    return [*table.prefixes.directories.values()]
+        raise Refused(errno.ENOTDIR)
+
+    def holds(self, parent: Node, node: Node) -> bool:
+        """Whether an entry that `parent` had is still there."""
+        if isinstance(node, Chunk):
+            return not node.is_removed and (isinstance(parent, Fixed) or _home(node) is parent)
+        if isinstance(node, PrefixDirectory):
+            return node.is_attached and (node.parent is parent or (node.parent is None and isinstance(parent, Fixed)))
+        return node.table is None or self.catalog.tables.get(node.table.directory) is node.table
+
+    def name(self, node: Node) -> bytes:
+        """The last part of a node's path."""
+        if isinstance(node, Chunk):
+            return node.file_name.encode()
+        return node.name if isinstance(node, Fixed) else node.name.encode()
+
+    def attributes(self, node: Node) -> Attributes:
+        """What `stat` says of a node. A removed chunk that somebody still holds has no links left."""
+        if isinstance(node, Chunk):
+            created = node.created_ns
+            return Attributes(
+                node.inode, CHUNK_MODE, 0 if node.is_removed else 2, node.length, _CHUNK_BLOCK_BYTES, created,
+                node.last_used_ns, created, TIMEOUT_S,
+            )  # fmt: skip
+        if isinstance(node, PrefixDirectory):
+            # Touches go from the tail of a prefix to its head: the first chunk was used last.
+            first = next(node.chunks(), None)
+            created, used = (first.created_ns, first.last_used_ns) if first else (self._started_ns, self._started_ns)
+            links = 2 + len(node.subdirectories) if node.is_attached else 0
+            return Attributes(node.inode, DIRECTORY_MODE, links, 0, 4096, created, used, created, TIMEOUT_S)
+        then = node.table.created_ns if node.table is not None else self._started_ns
+        if node.role in _DIRECTORIES:
+            return Attributes(node.inode, DIRECTORY_MODE, 2, 0, 4096, then, then, then, TIMEOUT_S)
+        mode = LINK_MODE if node.role is Role.SESSION else FILE_MODE
+        size = self._file_size(node)
+        return Attributes(node.inode, mode, 1, size, 4096, then, then, then, 0 if is_growing(node) else TIMEOUT_S)
+
+    def chunk_to_unlink(self, parent: Node, name: bytes) -> Chunk:
+        """The chunk that `unlink` removes; raises Refused (ENOENT, EISDIR, or EPERM for what is always there)."""
+        node = self.lookup(parent, name)
+        if node is None:
+            raise Refused(errno.ENOENT)
+        if isinstance(node, Chunk):
+            return node
+        raise Refused(errno.EISDIR if is_directory(node) else errno.EPERM)
+
+    def remove_directory(self, parent: Node, name: bytes) -> None:
+        """`rmdir`: only a prefix directory goes, and only when it is empty.
+
+        Raises Refused (ENOENT, ENOTDIR, ENOTEMPTY, or EPERM for what is always there).
+        """
+        node = self.lookup(parent, name)
+        if node is None:
+            raise Refused(errno.ENOENT)
+        if not is_directory(node):
+            raise Refused(errno.ENOTDIR)
+        if not isinstance(node, PrefixDirectory):
+            raise Refused(errno.EPERM)
+        if not node.is_empty:
+            raise Refused(errno.ENOTEMPTY)
+        node.tree.prune(node, even_if_kept=True)
+
+    def places(self, chunk: Chunk, directory: PrefixDirectory[Chunk] | None) -> list[tuple[int, bytes]]:
+        """Both names of a chunk that is, or was, in `directory`: inode of the parent, and name."""
+        name = self.name(chunk)
+        found = [(self._nodes(chunk.table).chunks.inode, name)]
+        if directory is not None:
+            found.append((directory.inode, name))
+        return found
+
+    def _in_prefix(self, parent: PrefixDirectory[Chunk], name: bytes) -> Node | None:
+        text = _text(name)
+        key = parse_file_name(text)
+        if key is None:
+            return parent.subdirectories.get(text)
+        tables = self.catalog.tables.get(parent.tree.name)
+        chunk = tables.chunks.get(key) if tables is not None else None
+        return chunk if chunk is not None and _home(chunk) is parent else None
+
+    def _nodes_of(self, name: bytes) -> _TableNodes | None:
+        table = self.catalog.tables.get(_text(name))
+        return None if table is None else self._nodes(table)
+
+    def _nodes(self, table: ChunkTable) -> _TableNodes:
+        """The fixed nodes of a namespace; they get their inodes when the namespace is first seen."""
+        name = table.directory.encode()
+        nodes = self._tables.get(name)
+        if nodes is None or nodes.directory.table is not table:
+            first = FIRST_TABLE_INODE + TABLE_INODES * len(self._numbered)
+            if first + TABLE_INODES > LAST_FIXED_INODE:
+                raise Refused(errno.ENFILE)
+            nodes = self._tables[name] = _TableNodes(
+                Fixed(Role.NAMESPACE, first, name, table),
+                Fixed(Role.NAMESPACE_JSON, first + 1, b"namespace.json", table),
+                Fixed(Role.CHUNKS, first + 2, b"chunks", table),
+                Fixed(Role.PREFIXES, first + 3, b"prefixes", table),
+            )
+            self._numbered.append(nodes)
+        return nodes
+
+
+def is_directory(node: Node) -> bool:
+    """Whether a node has entries."""
+    return isinstance(node, PrefixDirectory) or (isinstance(node, Fixed) and node.role in _DIRECTORIES)
+
+
+def is_growing(node: Node) -> bool:
+    """Whether the size of a file changes under the reader, as `tail -f` expects."""
+    return isinstance(node, Fixed) and node.role is Role.EVENTS
+
+
+def _text(name: bytes) -> str:
+    """A name as the catalog has it. What is no ASCII is no name of ours, and stays different from all of them."""
+    return name.decode("ascii", "surrogateescape")
+
+
+def _chunk(table: ChunkTable, name: bytes) -> Chunk | None:
+    key = parse_file_name(_text(name))
+    return None if key is None else table.chunks.get(key)
+
+
+def _home(chunk: Chunk) -> Any:
+    """The prefix directory of a chunk; the tree is generic, and a chunk does not know its own type there."""
+    return chunk.directory

@@ -1,0 +1,73 @@
+"""What may be mounted on, and how mounts are read from the kernel. Real mounts are in tests/e2e."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvfs.errors import UsageError
+from kvfs.mount import mountpoint
+
+MOUNTINFO = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+40 22 0:44 / /mnt/kv\\040fs\\134x rw,nosuid,nodev,noexec - fuse.kvfs kvfs rw,user_id=0,group_id=0
+41 22 0:45 / /mnt/a rw shared:7 master:1 - tmpfs tmpfs rw
+42 41 0:46 / /mnt/a rw - fuse.kvfs kvfs rw
+
+not a line of mountinfo
+"""
+
+
+def test_mountinfo_is_read_with_its_escapes() -> None:
+    mounts = mountpoint.parse_mountinfo(MOUNTINFO)
+    assert [mount.path for mount in mounts] == ["/", "/mnt/kv fs\\x", "/mnt/a", "/mnt/a"]
+    assert [mount.is_ours for mount in mounts] == [False, True, False, True]
+    assert (mounts[1].device, mounts[1].source) == ("0:44", "kvfs")
+
+
+def test_this_machine_has_a_root() -> None:
+    root = mountpoint.mount_at("/")
+    assert root is not None
+    assert not root.is_ours
+
+
+def test_a_missing_directory_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    assert mountpoint.prepare(str(path)) == str(path.resolve())
+    assert path.is_dir()
+
+
+def test_an_empty_directory_is_taken_and_links_on_the_way_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "real" / "m").mkdir()
+    assert mountpoint.prepare(str(tmp_path / "link" / "m")) == str(tmp_path.resolve() / "real" / "m")
+
+
+@pytest.mark.parametrize("kind", ["file", "full", "dangling", "below a file"])
+def test_what_cannot_be_mounted_on_is_said_in_one_sentence(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "m"
+    if kind == "file":
+        path.write_text("x")
+    elif kind == "full":
+        path.mkdir()
+        (path / "x").touch()
+    elif kind == "dangling":
+        path.symlink_to("nowhere")
+    else:
+        path.write_text("x")
+        path /= "y"
+    with pytest.raises(UsageError) as caught:
+        mountpoint.prepare(str(path))
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unmounting_what_is_not_mounted_is_no_error(tmp_path: Path) -> None:
+    assert not mountpoint.unmount(str(tmp_path))
+    assert not mountpoint.unmount(str(tmp_path), lazy=True)
+
+
+def test_a_directory_answers(tmp_path: Path) -> None:
+    assert mountpoint.answers(str(tmp_path))
