@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, NewType
 
+from kvfs.errors import UsageError
+
 ChainHash = NewType("ChainHash", bytes)
 """32 bytes: the full chain value of a chunk, kept in its header and compared on every load."""
 
@@ -138,7 +140,7 @@ def join(keys: Sequence[Key]) -> bytes:
 
 
 def split(packed: bytes) -> list[Key]:
-    """The keys in a buffer; raises ValueError if it is not a whole number of them."""
+    """The keys in a buffer; raises UsageError if it is not a whole number of them."""
     if len(packed) % KEY_BYTES:
-        raise ValueError("not a whole number of keys")
+        raise UsageError("not a whole number of keys")
     return [Key(packed[i : i + KEY_BYTES]) for i in range(0, len(packed), KEY_BYTES)]

@@ -10,6 +10,7 @@ time. A client that does not read its replies stops only itself.
 from __future__ import annotations
 
 import array
+import contextlib
 import itertools
 import logging
 import os
@@ -91,7 +92,7 @@ async def serve_sessions(
         await sessions.serve(listener)
     finally:
         listener.close()
-        if os.path.lexists(socket_path):
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(socket_path)
 
 

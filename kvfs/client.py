@@ -1,0 +1,326 @@
+"""The client: what an engine adapter uses to find, load and store chunks. Synchronous, and safe to share by threads.
+
+A failing cache is a miss: `match`, `load`, `store` and `publish` never raise for a daemon that is gone, stopped or
+confused, they return empty-handed within their deadline; the failure is counted and logged once until it heals. After
+a failure nothing is asked for `RETRY_S`, so that a stopped daemon does not cost a deadline a request.
+
+Attach reads one link through the mount, in a thread that may be left behind: a stopped daemon cannot hold it. Nothing
+else touches the mount. The connection is closed, and the arena unmapped, in a forked child.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvfs import messages as m
+from kvfs.chunk import Geometry, checksum, geometry
+from kvfs.connection import Connection, find_socket
+from kvfs.errors import KvfsError, UnavailableError, UsageError
+from kvfs.keys import ChainHash, key_of
+from kvfs.loading import Load
+from kvfs.messages import NewChunk, StoreStatus, Tier
+from kvfs.namespace import Namespace
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+_PUBLISH_DEADLINE_S = 30.0
+_MAX_CHUNKS_A_MESSAGE = 128
+
+
+@dataclass(slots=True)
+class ClientStatistics:
+    """Totals of one client: chunks, except `failures`, which are requests that the cache did not answer."""
+
+    matched: int = 0
+    loaded_ram: int = 0
+    loaded_nvme: int = 0
+    missed: int = 0
+    stored: int = 0
+    refused: int = 0
+    failures: int = 0
+
+
+@dataclass(eq=False)
+class Lease:
+    """`count` chunks from the first on are stored, and stay until this is released (or used as a context)."""
+
+    count: int
+    _number: int = 0
+    _connection: Connection | None = None
+
+    def release(self) -> None:
+        """End the lease; more than once is harmless."""
+        connection, self._connection = self._connection, None
+        if connection is not None and self._number:
+            connection.post(m.Release(connection.next_id(), self._number))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+@dataclass(eq=False)
+class Reservation:
+    """One chunk to be stored. If `status` is STORED, fill `payload` and hand this to `Client.publish`.
+
+    Attributes: payload: `geometry.payload_bytes` of the window, writable; None unless there is a slot.
+    """
+
+    chunk: NewChunk
+    geometry: Geometry
+    status: StoreStatus
+    payload: memoryview | None = field(default=None, repr=False)
+    _connection: Connection | None = field(default=None, repr=False)
+
+
+class Client:
+    """One namespace of one mount, attached when it is first needed and again after a failure.
+
+    Attributes: mount, namespace, deadline_s: how long a request may take; statistics.
+    """
+
+    def __init__(
+        self,
+        mount: str | Path,
+        namespace: Namespace,
+        *,
+        deadline_s: float = 1.0,
+        window_bytes: int = 64 << 20,
+        name: str = "kvfs",
+    ) -> None:
+        self.mount = Path(mount)
+        self.namespace = namespace
+        self.deadline_s = deadline_s
+        self.statistics = ClientStatistics()
+        self._window_bytes = window_bytes
+        self._name = name
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._socket_path: str | None = None
+        self._retry_at = 0.0
+        self._has_complained = False
+        _clients.add(self)
+
+    # connection
+
+    def attach(self) -> None:
+        """Connect now. Raises UnavailableError, or UsageError if the daemon refuses this client for good."""
+        with self._lock:
+            if self._connection is None:
+                self._connection = self._connect()
+
+    def _connect(self) -> Connection:
+        """A new connection. The socket's path survives a remount, so the mount itself is asked only if that fails."""
+        known, self._socket_path = self._socket_path, None
+        if known is not None and os.path.exists(known):
+            path = known
+        else:
+            path = find_socket(self.mount, self.deadline_s)
+        connection = Connection.open(path, self.namespace, self._name, self.deadline_s)
+        self._socket_path = path
+        return connection
+
+    def _attached(self) -> Connection | None:
+        """The connection, or None while the cache is failing."""
+        with self._lock:
+            connection = self._connection
+            if connection is not None and not connection.is_broken:
+                return connection
+            self._connection = None
+            if time.monotonic() < self._retry_at:
+                return None
+            try:
+                self._connection = self._connect()
+            except (UnavailableError, UsageError) as error:
+                self._failed(error)
+                return None
+            self._has_complained = False
+            return self._connection
+
+    def _failed(self, error: KvfsError) -> None:
+        self.statistics.failures += 1
+        self._retry_at = time.monotonic() + RETRY_S
+        if not self._has_complained:
+            log.warning("the cache at %s does not answer, going on without it: %s", self.mount, error)
+            self._has_complained = True
+
+    def close(self) -> None:
+        """End the session: all leases and slots go back. The client attaches again if it is used again."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # finding and loading
+
+    def match(self, chains: Sequence[ChainHash]) -> Lease:
+        """How long a prefix of `chains` is stored? What is found is leased. A failing cache has nothing."""
+        connection = self._attached()
+        if connection is None or not chains:
+            return Lease(0)
+        keys = b"".join([chain[:16] for chain in chains[: m.MAX_BATCH]])
+        try:
+            reply = connection.ask(m.Match(connection.next_id(), keys), m.Matched, self.deadline_s)
+        except KvfsError as error:
+            self._failed(error)
+            return Lease(0)
+        self.statistics.matched += reply.count
+        return Lease(reply.count, reply.lease, connection)
+
+    def load(
+        self, chains: Sequence[ChainHash], *, deadline_s: float | None = None, stream: bool = False
+    ) -> Load | None:
+        """The bytes of chunks, leased until the load is closed; None from a failing cache.
+
+        Chunks that are not stored have the source NONE. With `stream` it returns before cold chunks have arrived;
+        `Load.layer` then waits. At most 4,096 chunks.
+        """
+        connection = self._attached()
+        if connection is None:
+            return None
+        if len(chains) > m.MAX_BATCH:
+            raise UsageError(f"a load takes at most {m.MAX_BATCH} chunks, not {len(chains)}")
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        keys = b"".join([chain[:16] for chain in chains])
+        request = m.Load(connection.next_id(), keys, int(deadline_s * 1000), stream)
+        try:
+            load = Load.begin(connection, self.namespace, chains, request, deadline_s)
+        except KvfsError as error:
+            self._failed(error)
+            return None
+        for source in load.sources:
+            if source is Tier.RAM:
+                self.statistics.loaded_ram += 1
+            elif source is Tier.NVME:
+                self.statistics.loaded_nvme += 1
+            else:
+                self.statistics.missed += 1
+        return load
+
+    # storing
+
+    def window_bytes(self) -> int:
+        """How many bytes of payload can be in flight at once; 0 while the cache is failing."""
+        connection = self._attached()
+        if connection is None:
+            return 0
+        try:
+            return len(connection.window(self._window_bytes, self.deadline_s))
+        except KvfsError as error:
+            self._failed(error)
+            return 0
+
+    def store(self, chunks: Sequence[NewChunk]) -> list[Reservation]:
+        """Reserve room for chunks; see `Reservation`. A failing cache, or a full window, refuses."""
+        reservations = [
+            Reservation(chunk, geometry(self.namespace, chunk.num_tokens), StoreStatus.REFUSED) for chunk in chunks
+        ]
+        connection = self._attached()
+        if connection is None:
+            return reservations
+        try:
+            window = connection.window(self._window_bytes, self.deadline_s)
+            for start in range(0, len(chunks), _MAX_CHUNKS_A_MESSAGE):
+                part = reservations[start : start + _MAX_CHUNKS_A_MESSAGE]
+                request = m.Store(connection.next_id(), tuple(reservation.chunk for reservation in part))
+                slots = connection.ask(request, m.Slots, self.deadline_s).slots
+                for reservation, slot in zip(part, slots, strict=True):
+                    reservation.status = slot.status
+                    if slot.status is StoreStatus.STORED:
+                        end = slot.offset + reservation.geometry.payload_bytes
+                        reservation.payload = window[slot.offset : end]
+                        reservation._connection = connection
+        except KvfsError as error:
+            self._failed(error)
+        self.statistics.refused += sum(reservation.status is StoreStatus.REFUSED for reservation in reservations)
+        return reservations
+
+    def publish(self, reservations: Sequence[Reservation]) -> list[StoreStatus]:
+        """Make filled reservations visible; the status of each is updated and returned. A failing cache refuses.
+
+        Reservations without a slot are passed over.
+        """
+        filled = [reservation for reservation in reservations if reservation.payload is not None]
+        size = max(1, min(_MAX_CHUNKS_A_MESSAGE, m.MAX_MESSAGE_BYTES // (64 + 8 * self.namespace.num_layers)))
+        for start in range(0, len(filled), size):
+            self._publish(filled[start : start + size])
+        return [reservation.status for reservation in reservations]
+
+    def _publish(self, part: Sequence[Reservation]) -> None:
+        connection = part[0]._connection
+        chunks = tuple(
+            m.Finished(reservation.chunk.chain[:16], _pack_checksums(reservation)) for reservation in part
+        )
+        statuses: Sequence[StoreStatus] = [StoreStatus.REFUSED] * len(part)
+        if connection is not None and not connection.is_broken:
+            try:
+                request = m.Publish(connection.next_id(), chunks)
+                statuses = connection.ask(request, m.Published, _PUBLISH_DEADLINE_S).statuses
+            except KvfsError as error:
+                self._failed(error)
+        for reservation, status in zip(part, statuses, strict=True):
+            reservation.status = status
+            reservation.payload = None
+            self.statistics.stored += status is StoreStatus.STORED
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        """Give reserved slots back."""
+        by_connection: dict[Connection, list[bytes]] = {}
+        for reservation in reservations:
+            if reservation.payload is not None and reservation._connection is not None:
+                by_connection.setdefault(reservation._connection, []).append(reservation.chunk.chain[:16])
+                reservation.payload = None
+                reservation.status = StoreStatus.REFUSED
+        for connection, keys in by_connection.items():
+            connection.post(m.Abort(connection.next_id(), b"".join(keys)))
+
+
+def new_chunk(chain: ChainHash, parent: ChainHash, position: int, num_tokens: int) -> NewChunk:
+    """The description of a chunk to be stored; `parent` is the chain value before it."""
+    return NewChunk(chain, key_of(parent), position, num_tokens)
+
+
+def _pack_checksums(reservation: Reservation) -> bytes:
+    assert reservation.payload is not None
+    payload = reservation.payload
+    values = [checksum(payload[places[0].begin : places[-1].end]) for places in reservation.geometry.layers]
+    return struct.pack(f">{len(values)}Q", *values)
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    """A child must not speak on its parent's connection: it closes its copies and attaches for itself if it wants."""
+    for client in list(_clients):
+        client._lock = threading.Lock()
+        connection, client._connection = client._connection, None
+        if connection is not None:
+            connection.abandon()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+__all__ = ["Client", "ClientStatistics", "Lease", "Load", "NewChunk", "Reservation", "StoreStatus", "Tier", "new_chunk"]

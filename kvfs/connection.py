@@ -1,0 +1,233 @@
+"""A connection to a daemon, as a client has it: the socket, the mapped arena, the window.
+
+Concurrency: a lock lets one thread ask at a time. A request that gets no answer in time breaks the connection, since
+nobody could tell its late reply from another's; whoever holds the connection then attaches anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import mmap
+import os
+import socket
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TypeVar
+
+from kvfs import messages as m
+from kvfs import namespace as namespaces
+from kvfs.arena import MADV_POPULATE_READ, MADV_POPULATE_WRITE
+from kvfs.errors import ProtocolError, UnavailableError, UsageError
+from kvfs.namespace import Namespace
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=m.Reply)
+SESSION_LINK = Path(".kvfs") / "session"
+_MAX_FDS = 2
+
+
+def find_socket(mount: Path, deadline_s: float) -> str:
+    """Where the daemon of this mount listens.
+
+    Reads a link through FUSE, so it runs in a thread that is left behind if the daemon is stopped. Raises
+    UnavailableError if there is no answer, UsageError if nothing is mounted there.
+    """
+    result: list[str | OSError] = []
+
+    def read() -> None:
+        try:
+            result.append(os.readlink(mount / SESSION_LINK))
+        except OSError as error:
+            result.append(error)
+
+    thread = threading.Thread(target=read, name="kvfs-attach", daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    if not result:
+        raise UnavailableError(f"the mount {mount} did not answer within {deadline_s:g} s")
+    if isinstance(result[0], OSError):
+        raise UnavailableError(f"no kvfs is mounted at {mount} ({result[0].strerror})")
+    return result[0]
+
+
+class Connection:
+    """An open session. Attributes: arena: the mapped arena, read-only; volume_fd; welcome; is_broken."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._lock = threading.RLock()
+        self._ids = itertools.count(1)
+        self._maps: list[mmap.mmap] = []
+        self._window: memoryview | None = None
+        self.arena = memoryview(b"")
+        self.volume_fd: int | None = None
+        self.welcome: m.Welcome | None = None
+        self.is_broken = False
+        self._early: dict[int, deque[m.Arrived]] = {}  # arrivals that came while another reply was awaited
+
+    @classmethod
+    def open(cls, path: str, namespace: Namespace, name: str, deadline_s: float) -> Connection:
+        """Connect, say hello and map the arena. Raises UnavailableError, or UsageError if the daemon refuses."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        connection = cls(sock)
+        try:
+            sock.settimeout(deadline_s)
+            sock.connect(path)
+            hello = m.Hello(connection.next_id(), m.VERSION, namespaces.encode(namespace), name[:200])
+            welcome, fds = connection._ask_for_fds(hello, m.Welcome, deadline_s)
+            connection._take(welcome, fds)
+        except OSError as error:
+            connection.close()
+            raise UnavailableError(f"no daemon at {path}: {error.strerror or error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _take(self, welcome: m.Welcome, fds: list[int]) -> None:
+        self.welcome = welcome
+        if welcome.has_volume and len(fds) > 1:
+            self.volume_fd = fds[1]
+        arena = mmap.mmap(fds[0], welcome.arena_bytes, prot=mmap.PROT_READ)
+        os.close(fds[0])
+        self._maps.append(arena)
+        with contextlib.suppress(OSError):  # before Linux 5.14 the first touch of each page is slower, that is all
+            arena.madvise(MADV_POPULATE_READ)
+        arena.madvise(mmap.MADV_DONTFORK)
+        self.arena = memoryview(arena)
+
+    def next_id(self) -> int:
+        """An id for a request."""
+        return next(self._ids) & 0xFFFFFFFF
+
+    # talking
+
+    def ask(self, request: m.Request, kind: type[R], deadline_s: float) -> R:
+        """Send a request and wait for its reply. Raises UnavailableError, or UsageError if it was refused."""
+        with self._lock:
+            self.send(request, deadline_s)
+            return self.receive(request.id, kind, time.monotonic() + deadline_s)
+
+    def post(self, request: m.Request) -> None:
+        """Send a request whose reply says nothing; a broken connection has given back everything anyway."""
+        with contextlib.suppress(UnavailableError, UsageError):
+            self.ask(request, m.Done, 1.0)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by whoever expects more than one reply."""
+        return self._lock
+
+    def send(self, request: m.Request, deadline_s: float) -> None:
+        """Send a request; the caller holds the lock. Raises UnavailableError."""
+        if self.is_broken:
+            raise UnavailableError("the session has ended")
+        packet = m.encode(request)
+        try:
+            self._socket.settimeout(max(deadline_s, 0.001))
+            self._socket.send(packet)
+        except OSError as error:
+            raise self._broke(error) from error
+
+    def receive(self, id_: int, kind: type[R], deadline: float) -> R:
+        """The reply with this id; the caller holds the lock. `deadline` is of the monotonic clock."""
+        return self._receive(id_, kind, deadline)[0]
+
+    def _ask_for_fds(self, request: m.Request, kind: type[R], deadline_s: float) -> tuple[R, list[int]]:
+        with self._lock:
+            self.send(request, deadline_s)
+            return self._receive(request.id, kind, time.monotonic() + deadline_s)
+
+    def _receive(self, id_: int, kind: type[R], deadline: float) -> tuple[R, list[int]]:
+        early = self._early.get(id_)
+        if early and isinstance(early[0], kind):
+            reply = early.popleft()
+            if not early:
+                del self._early[id_]
+            return reply, []
+        while True:
+            packet, fds = self._receive_packet(deadline)
+            answer = self._decode(packet)
+            if isinstance(answer, m.Failure) and answer.id in (id_, 0):
+                raise UsageError(answer.message)
+            if answer.id == id_ and isinstance(answer, kind):
+                return answer, fds
+            if not isinstance(answer, m.Arrived):
+                self.is_broken = True
+                raise ProtocolError(f"the daemon sent {type(answer).__name__} where {kind.__name__} was due")
+            self._early.setdefault(answer.id, deque()).append(answer)
+
+    def _decode(self, packet: bytes) -> m.AnyReply:
+        try:
+            return m.decode_reply(packet)
+        except ProtocolError:
+            self.is_broken = True
+            raise
+
+    def _receive_packet(self, deadline: float) -> tuple[bytes, list[int]]:
+        left = deadline - time.monotonic()
+        try:
+            self._socket.settimeout(max(left, 0.001))
+            packet, fds, _, _ = socket.recv_fds(
+                self._socket, m.MAX_MESSAGE_BYTES + 1, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+            )
+        except OSError as error:
+            raise self._broke(error) from error
+        if not packet:
+            raise self._broke(ConnectionResetError("the daemon closed the session"))
+        return packet, fds
+
+    def _broke(self, error: OSError) -> UnavailableError:
+        self.is_broken = True
+        self._socket.close()
+        if isinstance(error, TimeoutError):
+            return UnavailableError("the daemon did not answer in time")
+        return UnavailableError(f"the session broke: {error.strerror or error}")
+
+    # memory
+
+    def window(self, size_bytes: int, deadline_s: float) -> memoryview:
+        """The session's window, opened when first asked for. Raises UnavailableError or UsageError."""
+        with self._lock:
+            if self._window is None:
+                assert self.welcome is not None
+                size_bytes = min(size_bytes, self.welcome.max_window_bytes)
+                reply, fds = self._ask_for_fds(m.OpenWindow(self.next_id(), size_bytes), m.Window, deadline_s)
+                window = mmap.mmap(fds[0], reply.size_bytes)
+                os.close(fds[0])
+                self._maps.append(window)
+                with contextlib.suppress(OSError):
+                    window.madvise(MADV_POPULATE_WRITE)
+                window.madvise(mmap.MADV_DONTFORK)
+                self._window = memoryview(window)
+            return self._window
+
+    def close(self) -> None:
+        """End the session. Memory that somebody still looks at is unmapped when they are done."""
+        self.is_broken = True
+        self._socket.close()
+        self._unmap()
+
+    def abandon(self) -> None:
+        """Close this process's copies after a fork, without a word to the daemon."""
+        self._lock = threading.RLock()
+        self.close()
+
+    def _unmap(self) -> None:
+        if self.volume_fd is not None:
+            os.close(self.volume_fd)
+            self.volume_fd = None
+        for view in (self.arena, self._window):
+            if view is not None:
+                with contextlib.suppress(BufferError):
+                    view.release()
+        for mapped in self._maps:
+            with contextlib.suppress(BufferError):
+                mapped.close()
+        self._maps.clear()
+        self.arena, self._window = memoryview(b""), None

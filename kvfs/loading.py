@@ -1,0 +1,176 @@
+"""A load: chunks that a client may read, layer by layer, each layer verified before it is given out.
+
+Bytes in the arena are looked at in place; nobody but the daemon can write them, and the lease keeps them. Bytes that
+found no room in RAM are read from the volume, past the page cache, into memory of this load.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from kvfs import messages as m
+from kvfs.chunk import Facts, Geometry, align, checksum, parse_header
+from kvfs.connection import Connection
+from kvfs.errors import CorruptChunk, KvfsError, UnavailableError
+from kvfs.keys import ChainHash
+from kvfs.messages import Tier
+from kvfs.namespace import Namespace
+from kvfs.volume import aligned_buffer
+
+
+class Load:
+    """The answer to `Client.load`; close it, or use it as a context, to end the lease.
+
+    Attributes: sources: where each chunk was when it was asked for, NONE for a miss.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        namespace: Namespace,
+        chains: Sequence[ChainHash],
+        reply: m.Loaded,
+        deadline: float,
+    ) -> None:
+        self.sources: list[Tier] = [
+            place.source if place.tier is not Tier.NONE else Tier.NONE for place in reply.placements
+        ]
+        self._connection: Connection | None = connection
+        self._namespace = namespace
+        self._chains = chains
+        self._id = reply.id
+        self._lease = reply.lease
+        self._placements = reply.placements
+        self._num_layers = reply.num_layers  # below which all chunks have arrived
+        self._deadline = deadline
+        self._failed: set[int] = set()
+        self._headers: dict[int, tuple[Geometry, Facts, memoryview]] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def begin(
+        cls, connection: Connection, namespace: Namespace, chains: Sequence[ChainHash], request: m.Load, deadline_s: float
+    ) -> Load:
+        """Ask for a load. Raises UnavailableError or UsageError."""
+        deadline = time.monotonic() + deadline_s
+        reply = connection.ask(request, m.Loaded, deadline_s + 0.2)
+        return cls(connection, namespace, chains, reply, deadline)
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks were asked for."""
+        return len(self._placements)
+
+    def geometry(self, index: int) -> Geometry:
+        """Sizes and offsets of a chunk; raises as `layer` does."""
+        return self._header(index)[0]
+
+    def layer(self, index: int, layer: int) -> memoryview:
+        """The verified bytes of one layer of one chunk, read-only; waits until it has arrived.
+
+        Raises CorruptChunk for bytes that do not have their checksum, which the daemon has been told then, and
+        UnavailableError for a miss, a device that fails, or a deadline that passed.
+        """
+        self._wait_for(index, layer + 1)
+        geo, facts, view = self._header(index)
+        begin, end = geo.layer_range(layer)
+        found = view[begin:end]
+        if checksum(found) != facts.checksums[layer]:
+            self._suspect(index)
+            raise CorruptChunk(f"layer {layer} of chunk {self._chains[index][:16].hex()} does not have its checksum")
+        return found
+
+    def wait(self, layers: int) -> None:
+        """Wait until so many layers of all chunks have arrived, as far as they could be read."""
+        with self._lock:
+            while self._num_layers < layers:
+                self._receive_arrival()
+
+    def _wait_for(self, index: int, layers: int) -> None:
+        if self._num_layers < layers:
+            self.wait(layers)
+        if index in self._failed:
+            raise UnavailableError(f"chunk {self._chains[index][:16].hex()} could not be read")
+
+    def _receive_arrival(self) -> None:
+        connection = self._connection
+        if connection is None:
+            raise UnavailableError("the load was closed")
+        with connection.lock:
+            arrived = connection.receive(self._id, m.Arrived, self._deadline + 0.2)
+        self._num_layers = max(self._num_layers, arrived.num_layers)
+        self._failed.update(arrived.failed)
+
+    def _header(self, index: int) -> tuple[Geometry, Facts, memoryview]:
+        known = self._headers.get(index)
+        if known is None:
+            self._wait_for(index, 1)
+            view = self._view(index)
+            try:
+                geo, facts = parse_header(self._namespace, view)
+                if facts.chain != self._chains[index] or geo.file_bytes != len(view):
+                    raise CorruptChunk("these are the bytes of another chunk")
+            except CorruptChunk:
+                self._suspect(index)
+                raise
+            known = self._headers[index] = (geo, facts, view)
+        return known
+
+    def _view(self, index: int) -> memoryview:
+        """The whole chunk file: in the arena, or read from the volume."""
+        place, connection = self._placements[index], self._connection
+        if place.tier is Tier.NONE or connection is None:
+            raise UnavailableError(f"chunk {self._chains[index][:16].hex()} is not stored")
+        if place.tier is Tier.RAM:
+            return connection.arena[place.offset : place.offset + place.length].toreadonly()
+        if connection.volume_fd is None:
+            raise UnavailableError("there is no room in RAM and the volume cannot be read")
+        buffer = aligned_buffer(align(place.length))
+        try:
+            _read_exactly(connection.volume_fd, buffer[: place.length], place.offset)
+        except OSError as error:
+            raise UnavailableError(f"the volume could not be read: {error}") from error
+        return buffer[: place.length].toreadonly()
+
+    def _suspect(self, index: int) -> None:
+        if self._connection is not None:
+            self._connection.post(m.Suspect(self._connection.next_id(), self._chains[index][:16]))
+
+    def close(self) -> None:
+        """End the lease; views that were given out must not be used any more."""
+        connection, self._connection = self._connection, None
+        self._headers.clear()
+        if connection is None:
+            return
+        try:
+            with self._lock, connection.lock:
+                while self._num_layers < self._namespace.num_layers and not connection.is_broken:
+                    arrived = connection.receive(self._id, m.Arrived, self._deadline + 0.2)
+                    self._num_layers = max(self._num_layers, arrived.num_layers)
+        except KvfsError:
+            return  # a broken session has given everything back
+        if self._lease:
+            connection.post(m.Release(connection.next_id(), self._lease))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _read_exactly(fd: int, buffer: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:]], offset + done)
+        if count <= 0:
+            raise OSError(errno.EIO, "short read")
+        done += count
