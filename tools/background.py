@@ -1,0 +1,146 @@
+"""A daemon in the background: `kvfs mount` once more, in a session of its own.
+
+The daemon says through a pipe how its start went: "ready", or the sentence that the command prints in its stead. Its
+stdout and stderr go to its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import msgspec
+import typer
+
+from kvfs import config
+from kvfs.config import Settings
+from kvfs.errors import ConfigError, KvfsError, UnavailableError
+from kvfs.mount import mountpoint
+
+READY = b"ready"
+MAX_SENTENCE_BYTES = 4096  # a pipe takes as much in one piece, pipe(7)
+LOG_MODE = 0o640
+
+
+class Daemon(NamedTuple):
+    """A daemon that came up."""
+
+    pid: int
+    log_file: str
+
+
+class Report:
+    """The daemon's end of the pipe; a context that passes on the sentence of an error that ends it.
+
+    With `fd` None, in the foreground, nobody is told anything.
+    """
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        if fd is not None:
+            os.set_inheritable(fd, False)  # else the pipe would outlive us in a process that we start
+
+    def ready(self) -> bool:
+        """Say that the mount answers; False if nobody listens."""
+        return self._say(READY)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, KvfsError):
+            self._say(str(error).encode()[:MAX_SENTENCE_BYTES])
+
+    def _say(self, word: bytes) -> bool:
+        if self._fd is None:
+            return False
+        with contextlib.suppress(BrokenPipeError):  # whoever started us may have been interrupted
+            os.write(self._fd, word)
+        os.close(self._fd)
+        self._fd = None
+        return True
+
+
+def start(settings: Settings) -> Daemon:
+    """Start a daemon and return when its mount answers.
+
+    Ends the command, with the daemon's own sentence and exit code, if it does not come up; raises ConfigError if its
+    log cannot be written. An interrupt ends the daemon as well.
+    """
+    log_file = settings.log_file or default_log_file(settings)
+    settings = msgspec.structs.replace(settings, log_file=log_file)
+    read_fd, write_fd = os.pipe()
+    try:
+        log_fd = _open_log(log_file)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvfs.tools.cli", "mount", *flags(settings), f"--report-fd={write_fd}"],
+                stdin=subprocess.DEVNULL,
+                stdout=log_fd,
+                stderr=log_fd,
+                pass_fds=[write_fd],
+                start_new_session=True,
+                cwd="/",
+            )
+        finally:
+            os.close(log_fd)
+            os.close(write_fd)
+        try:
+            _await_ready(process, read_fd, settings)
+        except BaseException:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise
+    finally:
+        os.close(read_fd)
+    process.returncode = 0  # it is to outlive us: nobody waits for it, and nothing shall warn of that
+    return Daemon(process.pid, log_file)
+
+
+def _await_ready(process: subprocess.Popen[bytes], read_fd: int, settings: Settings) -> None:
+    word = os.read(read_fd, MAX_SENTENCE_BYTES)
+    if word != READY:
+        code = process.wait()
+        sentence = word.decode(errors="replace") or (
+            f"the daemon ended with exit code {code} before the mount answered; see {settings.log_file}"
+        )
+        typer.echo(f"kvfs: {sentence}", err=True)
+        raise typer.Exit(code if code > 0 else 1)
+    if not mountpoint.answers(mountpoint.resolve(settings.mountpoint)):
+        raise UnavailableError(f"{settings.mountpoint} is mounted but does not answer; see {settings.log_file}")
+
+
+def flags(settings: Settings) -> list[str]:
+    """The arguments of `kvfs mount` that lead to exactly these settings."""
+    named = tomllib.loads(config.to_toml(settings))
+    arguments = [named.pop("mountpoint")]
+    for name, value in named.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments.append(f"--{flag}={value}")
+    return arguments
+
+
+def default_log_file(settings: Settings) -> str:
+    """Where a background daemon logs unless told otherwise: beside the sockets, named like the mount."""
+    name = settings.mountpoint.strip("/").replace("/", "-") or "root"
+    return str(Path(settings.socket_directory, f"{name[-200:]}.log"))
+
+
+def _open_log(path: str) -> int:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, LOG_MODE)
+    except OSError as error:
+        raise ConfigError(f"cannot write the log to {path}: {error.strerror}") from error

@@ -1,0 +1,85 @@
+"""The `kvfs` command: its subcommands, and what becomes of errors.
+
+UsageError          one sentence on stderr, exit code 2
+other KvfsError     one sentence on stderr, exit code 1
+Ctrl-C              exit code 130
+any other exception a defect: the traceback is shown
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+import kvfs
+from kvfs.errors import KvfsError, UsageError
+from kvfs.tools import ls, mount, status, umount
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="kvfs",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def exit_code(error: KvfsError) -> int:
+    """The exit code for an error: whose fault it was."""
+    return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
+
+
+def tells_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a command end with one sentence and an exit code where it raises on purpose."""
+
+    @functools.wraps(command)
+    def told(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KvfsError as error:
+            typer.echo(f"kvfs: {error}", err=True)
+            raise typer.Exit(exit_code(error)) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(EXIT_INTERRUPTED) from error
+
+    return told
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvfs {kvfs.__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="Example: [bold]kvfs mount /mnt/kvfs --ram 4GiB --nvme /data/kvfs:64GiB[/bold]")
+def main_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Say which version this is.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Keep the KV cache of LLM inference engines in RAM and on NVMe, and show it as files.
+
+    Engines are pointed at the mount; you look after it with ls, du, getfattr, cp and rm.
+    """
+
+
+app.command("mount", epilog=mount.EXAMPLES)(tells_errors(mount.mount))
+app.command("umount", epilog=umount.EXAMPLES)(tells_errors(umount.umount))
+app.command("status", epilog=status.EXAMPLES)(tells_errors(status.status))
+app.command("ls", epilog=ls.EXAMPLES)(tells_errors(ls.list_cache))
+
+
+def main() -> None:
+    """Entry point of the `kvfs` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

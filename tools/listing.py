@@ -1,0 +1,174 @@
+"""What `kvfs ls` shows, gathered from the mount with plain file calls. How it is shown is in `ls`.
+
+Chunks come and go while this looks: what is gone by the time it is looked at is left out.
+
+Concurrency: every function blocks; they are called in a thread and say through `beat` that they get on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvfs import namespace as namespaces
+from kvfs.chunk import SUFFIX
+from kvfs.errors import UsageError
+from kvfs.tools.mounted import Beat
+
+MAX_LOOKED_INTO = 20_000  # chunks whose extended attributes are read: each costs a request to the daemon
+
+
+@dataclass(slots=True)
+class Entry:
+    """A namespace, a prefix with all that is built on it, or a chunk.
+
+    Attributes:
+        name: of its directory or file; a chunk's is its key.
+        depth: of a prefix below the first ones.
+        num_chunks, size_bytes: how many and how large.
+        num_tokens: in those chunks, None if not looked into.
+        tiers: where the bytes are, "ram", "nvme"; None if not looked into.
+        last_used_ns, published_ns: of the latest, nanoseconds since the epoch, 0 if there is none.
+        position, hits: of a chunk.
+    """
+
+    name: str
+    depth: int = 0
+    num_chunks: int = 0
+    size_bytes: int = 0
+    num_tokens: int | None = 0
+    tiers: set[str] | None = field(default_factory=set)
+    last_used_ns: int = 0
+    published_ns: int = 0
+    position: int | None = None
+    hits: int | None = None
+
+    def add(self, other: Entry) -> None:
+        """Count `other` in."""
+        self.num_chunks += other.num_chunks
+        self.size_bytes += other.size_bytes
+        self.last_used_ns = max(self.last_used_ns, other.last_used_ns)
+        self.published_ns = max(self.published_ns, other.published_ns)
+        if self.num_tokens is not None:
+            self.num_tokens = None if other.num_tokens is None else self.num_tokens + other.num_tokens
+        if self.tiers is not None:
+            self.tiers = None if other.tiers is None else self.tiers | other.tiers
+
+
+def list_namespaces(path: str, beat: Beat) -> list[Entry]:
+    """The namespaces of the mount at `path`, the last used first."""
+    entries = []
+    for name in os.listdir(path):
+        if not namespaces.is_directory_name(name):
+            continue
+        total = Entry(name, num_tokens=None, tiers=None)
+        for chunk in _chunks(os.path.join(path, name, "chunks"), beat, looks_into=False):
+            total.add(chunk)
+        entries.append(total)
+    return _by_last_use(entries)
+
+
+def find_namespace(path: str, wanted: str, beat: Beat) -> str:
+    """The one namespace whose name is or begins with `wanted`; raises UsageError if there is none, or several."""
+    names = sorted(name for name in os.listdir(path) if namespaces.is_directory_name(name))
+    beat()
+    if wanted in names:
+        return wanted
+    found = [name for name in names if name.startswith(wanted)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UsageError(f"{wanted!r} is the beginning of several namespaces: {', '.join(found)}")
+    raise UsageError(f"there is no namespace {wanted!r} in {path}; there are: {', '.join(names) or 'none'}")
+
+
+def list_prefixes(path: str, namespace: str, beat: Beat) -> list[Entry]:
+    """The prefix directories of a namespace, each before those below it, the last used first.
+
+    Each counts what `rm -rf` of it would remove. Attributes of chunks are read unless there are too many.
+    """
+    root = os.path.join(path, namespace)
+    with os.scandir(os.path.join(root, "chunks")) as entries:
+        looks_into = sum(1 for _ in entries) <= MAX_LOOKED_INTO
+    beat()
+    trees = [
+        _tree(os.path.join(root, "prefixes"), name, 0, beat, looks_into) for name in os.listdir(f"{root}/prefixes")
+    ]
+    return [entry for tree in sorted(trees, key=lambda tree: -tree[0].last_used_ns) for entry in tree]
+
+
+def list_chunks(path: str, namespace: str, limit: int, beat: Beat) -> list[Entry]:
+    """The `limit` chunks of a namespace that were used last."""
+    directory = os.path.join(path, namespace, "chunks")
+    chunks = _by_last_use(list(_chunks(directory, beat, looks_into=False)))[:limit]
+    for chunk in chunks:
+        _look_into(chunk, os.path.join(directory, chunk.name + SUFFIX))
+        beat()
+    return [chunk for chunk in chunks if chunk.tiers is not None]
+
+
+def _tree(parent: str, name: str, depth: int, beat: Beat, looks_into: bool) -> list[Entry]:
+    """A prefix directory and those below it, the first counting them all."""
+    directory = os.path.join(parent, name)
+    total = Entry(name, depth)
+    below = []
+    for chunk in _chunks(directory, beat, looks_into):
+        total.add(chunk)
+    for child in _subdirectories(directory):
+        tree = _tree(directory, child, depth + 1, beat, looks_into)
+        total.add(tree[0])
+        below.append(tree)
+    below.sort(key=lambda tree: -tree[0].last_used_ns)
+    return [total, *(entry for tree in below for entry in tree)]
+
+
+def _subdirectories(directory: str) -> list[str]:
+    try:
+        with os.scandir(directory) as entries:
+            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+
+
+def _chunks(directory: str, beat: Beat, looks_into: bool) -> Iterator[Entry]:
+    try:
+        names = [name for name in os.listdir(directory) if name.endswith(SUFFIX)]
+    except FileNotFoundError:
+        return
+    for name in names:
+        path = os.path.join(directory, name)
+        beat()
+        try:
+            stat = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        chunk = Entry(
+            name.removesuffix(SUFFIX),
+            num_chunks=1,
+            size_bytes=stat.st_size,
+            num_tokens=None,
+            tiers=None,
+            last_used_ns=stat.st_atime_ns,
+            published_ns=stat.st_mtime_ns,
+        )
+        if looks_into:
+            _look_into(chunk, path)
+        yield chunk
+
+
+def _look_into(chunk: Entry, path: str) -> None:
+    """Fill in what only the extended attributes tell; leaves it open if the chunk is gone."""
+    try:
+        tier, tokens, position, hits = (
+            os.getxattr(path, f"user.kvfs.{name}", follow_symlinks=False).decode()
+            for name in ("tier", "tokens", "position", "hits")
+        )
+    except OSError:
+        return
+    chunk.tiers = set(tier.split("+")) - {"none"}
+    chunk.num_tokens, chunk.position, chunk.hits = int(tokens), int(position), int(hits)
+
+
+def _by_last_use(entries: list[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda entry: (-entry.last_used_ns, entry.name))

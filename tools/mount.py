@@ -1,0 +1,125 @@
+"""`kvfs mount`: be the daemon of a mount, or start one in the background (see `background`)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from logging.handlers import WatchedFileHandler
+from typing import Annotated
+
+import typer
+
+from kvfs import config
+from kvfs.config import Settings, format_size
+from kvfs.errors import ConfigError, KvfsError
+from kvfs.tools import background as in_background
+from kvfs.tools.background import Report
+
+EXAMPLES = """
+[bold]kvfs mount /mnt/kvfs --ram 4GiB --nvme /data/kvfs:64GiB[/bold]
+
+RAM in front of a volume of 64 GiB in the directory /data/kvfs. Ctrl-C unmounts.
+
+[bold]kvfs mount /mnt/kvfs --ram 4GiB --background[/bold]
+
+A RAM cache. The command returns when the mount answers; `kvfs umount /mnt/kvfs` ends it.
+
+[bold]kvfs mount --config /etc/kvfs.toml --ram 8GiB[/bold]
+
+Settings from a TOML file, with the names of the flags and underscores. Flags win.
+"""
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+Flag = typer.Option
+
+
+def mount(
+    mountpoint: Annotated[str | None, typer.Argument(help="Directory to mount on; made if it is missing.")] = None,
+    ram: Annotated[str | None, Flag(metavar="SIZE", help="Size of the RAM tier, such as 4GiB.")] = None,
+    nvme: Annotated[
+        str | None, Flag(metavar="DIR:SIZE", help="Directory and size of the volume on NVMe. None: a RAM cache.")
+    ] = None,
+    config_file: Annotated[
+        str | None, Flag("--config", metavar="FILE", help="TOML file with settings named like these flags.")
+    ] = None,
+    background: Annotated[bool, Flag("--background", help="Return once the mount answers.")] = False,
+    allow_other: Annotated[
+        bool | None,
+        Flag("--allow-other/--no-allow-other", help="Let other users in, as far as modes allow.", show_default=False),
+    ] = None,
+    huge_pages: Annotated[
+        str | None, Flag(metavar="auto|never", help="Whether RAM comes in huge pages where possible.")
+    ] = None,
+    window: Annotated[
+        str | None, Flag(metavar="SIZE", help="Most memory one engine may use to hand over chunks.")
+    ] = None,
+    io_threads: Annotated[int | None, Flag(metavar="N", help="Threads that read and write the volume.")] = None,
+    socket_directory: Annotated[str | None, Flag(metavar="DIR", help="Where the sockets for engines lie.")] = None,
+    log_level: Annotated[str | None, Flag(metavar="LEVEL", help="debug, info, warning or error.")] = None,
+    log_file: Annotated[str | None, Flag(metavar="FILE", help="Log there instead of to stderr.")] = None,
+    report_fd: Annotated[int | None, Flag(hidden=True)] = None,
+) -> None:
+    """Mount a cache and serve it until Ctrl-C or `kvfs umount`."""
+    with Report(report_fd) as report:
+        settings = config.load(
+            config_file,
+            {
+                "mountpoint": mountpoint, "ram": ram, "nvme": nvme, "allow_other": allow_other,
+                "huge_pages": huge_pages, "window": window, "io_threads": io_threads,
+                "socket_directory": socket_directory, "log_level": log_level, "log_file": log_file,
+            },
+        )  # fmt: skip
+        if background:
+            daemon = in_background.start(settings)
+            typer.echo(f"kvfs: mounted on {settings.mountpoint}, {describe(settings)}")
+            typer.echo(f"kvfs: process {daemon.pid}, log in {daemon.log_file}")
+        else:
+            run(settings, report)
+
+
+def describe(settings: Settings) -> str:
+    """The tiers in half a sentence."""
+    ram = f"{format_size(settings.ram_bytes)} of RAM"
+    if settings.nvme_bytes is None:
+        return ram
+    return f"{ram} and {format_size(settings.nvme_bytes)} in {settings.nvme_directory}"
+
+
+def run(settings: Settings, report: Report) -> None:
+    """Be the daemon. Returns when the mount has ended and everything is written; raises what the daemon raises."""
+    from kvfs.mount import daemon
+
+    configure_logging(settings)
+
+    def ready() -> None:
+        if not report.ready():
+            typer.echo(f"kvfs: mounted on {settings.mountpoint}, {describe(settings)}; Ctrl-C unmounts", err=True)
+
+    try:
+        daemon.run(settings, ready)
+    except BaseExceptionGroup as group:
+        raise _sole_error(group) from group
+
+
+def _sole_error(group: BaseExceptionGroup) -> BaseException:
+    """The error in a group that nurseries wrapped around it, if it is only one and raised on purpose."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error if isinstance(error, KvfsError | KeyboardInterrupt) else group
+
+
+def configure_logging(settings: Settings) -> None:
+    """Send log records to stderr or the log file; raises ConfigError if that cannot be written.
+
+    The file is opened anew when it was moved away, so that logrotate needs nothing special.
+    """
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if settings.log_file is not None:
+        try:
+            handler = WatchedFileHandler(settings.log_file)
+        except OSError as error:
+            raise ConfigError(f"cannot write the log to {settings.log_file}: {error.strerror}") from error
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)

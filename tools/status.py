@@ -1,0 +1,101 @@
+"""`kvfs status`: what a mount holds and does, from its status.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from kvfs.config import format_size
+from kvfs.tools import mounted
+from kvfs.tools.words import format_duration, format_share
+
+EXAMPLES = """
+[bold]kvfs status /mnt/kvfs[/bold]
+
+[bold]kvfs status /mnt/kvfs --json | jq .counters[/bold]
+"""
+
+
+def status(
+    mountpoint: Annotated[str, typer.Argument(help="Where the cache is mounted.")],
+    as_json: Annotated[bool, typer.Option("--json", help="The status as it is, for programs.")] = False,
+) -> None:
+    """Show what a cache holds and does."""
+    path = mounted.find(mountpoint)
+    document = mounted.read_status(path)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
+    else:
+        Console().print(panel(path, document))
+
+
+def panel(path: str, document: dict[str, Any]) -> RenderableType:
+    """The status for people. A part that this version does not know is left out."""
+    parts: list[RenderableType] = [Text(_headline(document)), _tiers(document)]
+    counters = document.get("counters")
+    if isinstance(counters, dict) and any(counters.values()):
+        parts += [Text(), _counters(counters)]
+    return Panel(
+        Group(*parts), title=f"kvfs {document.get('version', '?')} on {path}", title_align="left", expand=False
+    )
+
+
+def _headline(document: dict[str, Any]) -> str:
+    parts = [
+        _counted(document.get("num_chunks", 0), "chunk"),
+        "in " + _counted(document.get("num_namespaces", 0), "namespace"),
+        f"· process {document.get('pid', '?')}, up {format_duration(document.get('uptime_s', 0))}",
+    ]
+    dirty, leased = document.get("num_dirty", 0), document.get("num_leased", 0)
+    if leased:
+        parts.append(f"· {leased:,} in use")
+    if dirty:
+        parts.append(f"· {format_size(document.get('dirty_bytes', 0))} not yet on NVMe")
+    return " ".join(parts)
+
+
+def _tiers(document: dict[str, Any]) -> Table:
+    table = Table("tier", box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("chunks", "used", "of", "full"):
+        table.add_column(heading, justify="right")
+    table.add_column("kind")
+    for name in ("ram", "nvme"):
+        tier = document.get(name)
+        if not isinstance(tier, dict):
+            continue
+        used, size = tier.get("used_bytes", 0), tier.get("capacity_bytes", 0)
+        kind = Text(str(tier.get("kind", "")))
+        if tier.get("is_degraded"):
+            kind.append(" degraded: the device fails, see the log", style="bold red")
+        table.add_row(
+            name, f"{tier.get('num_chunks', 0):,}", format_size(used), format_size(size), format_share(used, size), kind
+        )
+    return table
+
+
+def _counters(counters: dict[str, Any]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    for name, value in _shown(counters):
+        table.add_row(name, value)
+    return table
+
+
+def _shown(counters: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Counters that are not zero, since the daemon started."""
+    for name, value in counters.items():
+        if isinstance(value, int) and value:
+            words = name.removesuffix("_bytes").replace("_", " ")
+            yield words, format_size(value) if name.endswith("_bytes") else f"{value:,}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,89 @@
+"""`kvfs umount`: end a mount and wait until its daemon has written what is dirty and gone."""
+
+from __future__ import annotations
+
+import os
+import select
+from typing import Annotated
+
+import typer
+
+from kvfs.errors import KvfsError, UnavailableError, UsageError
+from kvfs.mount import mountpoint as mountpoints
+from kvfs.tools import mounted
+
+EXAMPLES = """
+[bold]kvfs umount /mnt/kvfs[/bold]
+
+Returns when everything is on NVMe. What was a RAM cache is gone.
+
+[bold]kvfs umount /mnt/kvfs --force[/bold]
+
+Takes the mount away even if it is busy or its daemon is stopped, and does not wait.
+"""
+
+PATIENCE_S = 1.0
+
+
+def umount(
+    mountpoint: Annotated[str, typer.Argument(help="Where the cache is mounted.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Do it even if the mount is busy or does not answer; do not wait.")
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait for the daemon to write and end.")
+    ] = 300.0,
+) -> None:
+    """Unmount a cache; its daemon writes what is dirty and ends."""
+    path = mounted.find(mountpoint)
+    if force:
+        _unmount(path, lazy=True)
+        typer.echo(f"kvfs: {path} is unmounted; its daemon ends when the last file in it is closed")
+        return
+    try:
+        pid = mounted.read_status(path).get("pid")
+    except mounted.GoneError:
+        _unmount(path, lazy=True)
+        typer.echo(f"kvfs: {path} is unmounted; its daemon was dead already")
+        return
+    except UnavailableError as error:
+        raise UnavailableError(f"{error}; `kvfs umount --force` takes the mount away all the same") from error
+    daemon_fd = _open_process(pid)
+    try:
+        _unmount(path, lazy=False)
+        if daemon_fd is not None:
+            _await_end(path, daemon_fd, timeout_s)
+    finally:
+        if daemon_fd is not None:
+            os.close(daemon_fd)
+    typer.echo(f"kvfs: {path} is unmounted")
+
+
+def _unmount(path: str, *, lazy: bool) -> None:
+    if mountpoints.unmount(path, lazy=lazy):
+        return
+    if lazy:
+        raise UsageError(f"you may not unmount {path}: ask root, or whoever mounted it")
+    raise UsageError(
+        f"{path} is busy: close what is open in it (`fuser -vm {path}` says who), or use `kvfs umount --force`"
+    )
+
+
+def _open_process(pid: object) -> int | None:
+    """A descriptor that says when the daemon is gone; None if it is gone or not to be seen from here."""
+    if not isinstance(pid, int):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _await_end(path: str, daemon_fd: int, timeout_s: float) -> None:
+    poll = select.poll()
+    poll.register(daemon_fd, select.POLLIN)
+    if poll.poll(min(PATIENCE_S, timeout_s) * 1000):
+        return
+    typer.echo(f"kvfs: {path} is unmounted; waiting for its daemon to write what is dirty", err=True)
+    if not poll.poll(max(0.0, timeout_s - PATIENCE_S) * 1000):
+        raise KvfsError(f"the daemon of {path} has not ended after {timeout_s:g} s; its log says what it does")

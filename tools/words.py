@@ -1,0 +1,24 @@
+"""Numbers and times as people read them. Sizes are in `kvfs.config`."""
+
+from __future__ import annotations
+
+_STEPS = ((60, "s"), (60, "min"), (24, "h"), (0, "d"))
+
+
+def format_duration(seconds: float) -> str:
+    """A duration in its largest whole unit: "7 s", "12 min", "3 h", "40 d"."""
+    value = max(0.0, seconds)
+    for step, unit in _STEPS:
+        if not step or value < step:
+            return f"{int(value)} {unit}"
+        value /= step
+    raise AssertionError("the last unit has no end")
+
+
+def format_share(part: int, whole: int) -> str:
+    """A share in percent: "42 %"; a trace of something is not "0 %"."""
+    if not whole:
+        return "–"
+    if 0 < part * 100 < whole:
+        return "< 1 %"
+    return f"{part * 100 // whole} %"
