@@ -82,6 +82,11 @@ class Facts(msgspec.Struct, frozen=True):
         """The name under which the chunk is stored."""
         return key_of(self.chain)
 
+    @property
+    def payload_digest(self) -> str:
+        """xxh3_128, in hex, of the layer checksums: equal for equal payloads."""
+        return xxhash.xxh3_128_hexdigest(struct.pack(f">{len(self.checksums)}Q", *self.checksums))
+
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
@@ -145,7 +150,9 @@ def _geometry(namespace: Namespace, num_tokens: int) -> Geometry:
             for spec in run.tensors:
                 shape = spec.shape_for(num_tokens)
                 size = math.prod(shape) * DTYPE_BYTES[spec.dtype]
-                places.append(TensorPlace(f"layers.{len(layers)}.{spec.name}", spec.dtype, shape, offset, offset + size))
+                places.append(
+                    TensorPlace(f"layers.{len(layers)}.{spec.name}", spec.dtype, shape, offset, offset + size)
+                )
                 offset += size
             layers.append(tuple(places))
             if offset > MAX_CHUNK_BYTES:

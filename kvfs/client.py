@@ -271,9 +271,7 @@ class Client:
 
     def _publish(self, part: Sequence[Reservation]) -> None:
         connection = part[0]._connection
-        chunks = tuple(
-            m.Finished(reservation.chunk.chain[:16], _pack_checksums(reservation)) for reservation in part
-        )
+        chunks = tuple(m.Finished(reservation.chunk.chain[:16], _pack_checksums(reservation)) for reservation in part)
         statuses: Sequence[StoreStatus] = [StoreStatus.REFUSED] * len(part)
         if connection is not None and not connection.is_broken:
             try:

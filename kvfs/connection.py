@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from kvfs import messages as m
 from kvfs import namespace as namespaces
@@ -149,7 +149,7 @@ class Connection:
             reply = early.popleft()
             if not early:
                 del self._early[id_]
-            return reply, []
+            return cast(R, reply), []
         while True:
             packet, fds = self._receive_packet(deadline)
             answer = self._decode(packet)

@@ -77,7 +77,9 @@ def token_bytes(tokens: Any) -> memoryview:
         tokens.byteswap()
     view = memoryview(tokens)
     if view.itemsize not in (1, TOKEN_BYTES) or view.nbytes % TOKEN_BYTES:
-        raise ValueError(f"a token buffer holds 4-byte ids; this one has {view.itemsize}-byte items, {view.nbytes} bytes")
+        raise ValueError(
+            f"a token buffer holds 4-byte ids; this one has {view.itemsize}-byte items, {view.nbytes} bytes"
+        )
     return view.cast("B")
 
 
@@ -130,7 +132,9 @@ class KeyChain:
         """The chain value of a short last chunk of `num_tokens` of the tokens behind the last full chunk."""
         length = num_tokens * TOKEN_BYTES
         if not 0 < length <= len(self._rest):
-            raise ValueError(f"{len(self._rest) // TOKEN_BYTES} tokens lie behind the last full chunk, not {num_tokens}")
+            raise ValueError(
+                f"{len(self._rest) // TOKEN_BYTES} tokens lie behind the last full chunk, not {num_tokens}"
+            )
         return extend(self.parent_of(len(self.chains)), self._rest[:length])
 
 

@@ -55,7 +55,12 @@ class Load:
 
     @classmethod
     def begin(
-        cls, connection: Connection, namespace: Namespace, chains: Sequence[ChainHash], request: m.Load, deadline_s: float
+        cls,
+        connection: Connection,
+        namespace: Namespace,
+        chains: Sequence[ChainHash],
+        request: m.Load,
+        deadline_s: float,
     ) -> Load:
         """Ask for a load. Raises UnavailableError or UsageError."""
         deadline = time.monotonic() + deadline_s

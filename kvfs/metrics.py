@@ -28,6 +28,7 @@ class Counters:
     matches: int = field(default=0, metadata={"help": "prefix matches"})
     matched_chunks: int = field(default=0, metadata={"help": "chunks found by prefix matches"})
     stores_published: int = field(default=0, metadata={"help": "chunks published"})
+    stores_returned: int = field(default=0, metadata={"help": "chunks published again that had been evicted"})
     stores_existing: int = field(default=0, metadata={"help": "stores of chunks that were there already"})
     stores_refused: int = field(default=0, metadata={"help": "stores refused for want of room"})
     stores_bad: int = field(default=0, metadata={"help": "stores whose bytes did not have their checksums"})

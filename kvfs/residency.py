@@ -21,8 +21,10 @@ from typing import Literal
 
 from kvfs.catalog import NOWHERE, Catalog, Chunk
 from kvfs.commits import Commits
+from kvfs.ghosts import Ghost, Ghosts
 from kvfs.metrics import Counters, EventLog
 from kvfs.prefixes import PrefixDirectory
+from kvfs.system import System
 from kvfs.tiers.nvme import NvmeTier
 from kvfs.tiers.ram import RamTier
 
@@ -37,11 +39,17 @@ class Residency:
     """The catalog and the tiers, kept in step.
 
     Attributes: catalog, ram, nvme (None for a RAM cache), commits (None likewise), counters, events;
-    num_leases: holds on all chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes.
+    ghosts: what is remembered of chunks that went; num_leases: holds on all chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes.
     """
 
     def __init__(
-        self, ram: RamTier, nvme: NvmeTier | None, commits: Commits | None, counters: Counters, events: EventLog
+        self,
+        ram: RamTier,
+        nvme: NvmeTier | None,
+        commits: Commits | None,
+        counters: Counters,
+        events: EventLog,
+        system: System,
     ) -> None:
         self.catalog = Catalog()
         self.ram = ram
@@ -49,7 +57,9 @@ class Residency:
         self.commits = commits
         self.counters = counters
         self.events = events
+        self.ghosts = Ghosts()
         self.observers: list[Observer] = []
+        self._system = system
         self.num_leases = 0
 
     # leases
@@ -87,6 +97,7 @@ class Residency:
         if self.nvme is not None:
             self.nvme.policy.remove(chunk)
         directory = self.catalog.discard(chunk)
+        self.ghosts.add(chunk.table.directory, chunk.key, Ghost(self._system.time_ns(), why, chunk.hits))
         self.events.append(why, namespace=chunk.table.directory, key=chunk.key.hex())
         self.tell("removed", chunk, directory)
         if not chunk.leases:

@@ -36,9 +36,9 @@ from kvfs.promotion import Promoter, Promotion, drop_corrupt
 from kvfs.recovery import recover
 from kvfs.residency import Observer, Residency
 from kvfs.system import System
-from kvfs.tiers.nvme import NvmeTier, check_header
+from kvfs.tiers.nvme import NvmeTier, Slice, check_header
 from kvfs.tiers.ram import RamTier
-from kvfs.volume import Volume
+from kvfs.volume import Volume, aligned_buffer
 from kvfs.write_behind import WriteBehind
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class Statistics(msgspec.Struct, frozen=True):
     dirty_bytes: int
     num_dirty: int
     num_leases: int
+    num_ghosts: int
     ram: TierStatistics
     nvme: TierStatistics | None
     counters: dict[str, int]
@@ -196,8 +197,20 @@ class Store:
 
     async def facts(self, chunk: Chunk) -> Facts:
         """What the chunk's header says; the caller holds a lease. Raises as `read` does."""
-        head = await self.read(chunk, 0, chunk.length)
-        return parse_header(chunk.table.namespace, head)[1]
+        geo = geometry(chunk.table.namespace, chunk.num_tokens)
+        nvme = self._residency.nvme
+        if chunk.ram != NOWHERE or nvme is None:
+            return parse_header(geo.namespace, await self.read(chunk, 0, geo.header_bytes))[1]
+        header = aligned_buffer(geo.header_bytes)
+        try:
+            await nvme.read(chunk, Slice(0, geo.header_bytes, 0, 0), header)
+            return check_header(chunk, header)[1]
+        except CorruptChunk as error:
+            drop_corrupt(self._residency, chunk, error)
+            raise
+        except OSError as error:
+            self.counters.io_errors += 1
+            raise UnavailableError(f"chunk {chunk.key.hex()} could not be read: {error}") from error
 
     async def examine(self, chunk: Chunk) -> None:
         """A client says that it read wrong bytes: look, and drop what is proven bad."""
@@ -272,6 +285,10 @@ class Store:
             reservation.table, reservation.key, Key(new.parent), new.position, new.num_tokens, created_ns
         )
         self._residency.ram.place(chunk, reservation.offset)
+        ghost = self._residency.ghosts.pop(chunk.table.directory, chunk.key)
+        if ghost is not None:
+            chunk.hits = ghost.hits
+            self.counters.stores_returned += ghost.why == "evict"
         self.counters.stores_published += 1
         self.counters.published_bytes += chunk.length
         self.events.append("publish", namespace=chunk.table.directory, key=chunk.key.hex())
@@ -313,6 +330,7 @@ class Store:
             dirty_bytes=self._writer.dirty_bytes if self._writer else 0,
             num_dirty=self._writer.num_dirty if self._writer else 0,
             num_leases=self._residency.num_leases,
+            num_ghosts=len(self._residency.ghosts),
             ram=TierStatistics(ram.extents.capacity, ram.extents.used_bytes, len(ram.policy), self.arena.kind),
             nvme=TierStatistics(
                 nvme.extents.capacity, nvme.extents.used_bytes, len(nvme.policy),
@@ -389,9 +407,7 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
     events, counters = EventLog(system), Counters()
     windows = settings.window_bytes * _MAX_WINDOWS
     arena = await trio.to_thread.run_sync(
-        lambda: Arena.create(
-            settings.ram_bytes, huge_pages=settings.huge_pages == "auto", window_budget_bytes=windows
-        )
+        lambda: Arena.create(settings.ram_bytes, huge_pages=settings.huge_pages == "auto", window_budget_bytes=windows)
     )
     volume: Volume | None = None
     index: Index | None = None
@@ -403,7 +419,7 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
             index = Index.open(directory / FILE_NAME, volume.identity)
             nvme = NvmeTier(volume, settings.io_threads)
             commits = Commits(index, nvme.extents.free)
-        residency = Residency(RamTier(arena), nvme, commits, counters, events)
+        residency = Residency(RamTier(arena), nvme, commits, counters, events, system)
         if index is not None and nvme is not None and commits is not None:
             nvme.extents = await trio.to_thread.run_sync(recover, residency, nvme, commits, index)
             commits.use(nvme.extents.free)

@@ -54,7 +54,9 @@ class Volume:
         fd: the daemon's descriptor; client_fd: a read-only one to hand out.
     """
 
-    def __init__(self, path: Path, fds: tuple[int, int, int], identity: bytes, capacity: int, is_direct: bool, system: System):
+    def __init__(
+        self, path: Path, fds: tuple[int, int, int], identity: bytes, capacity: int, is_direct: bool, system: System
+    ):
         self.path = path
         self.fd, self.client_fd, self._lock_fd = fds
         self.identity = identity

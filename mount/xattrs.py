@@ -32,7 +32,7 @@ XATTRS = (*((PREFIX + name).encode() for name in _FACTS), _CHECKSUM)
 
 
 class Xattrs:
-    """Reads attributes. Only `checksum` needs the chunk's bytes: it is the xxh3_64 of each layer, from the header.
+    """Reads attributes. Only `checksum` needs the chunk's header: it is a digest of the checksums of the layers.
 
     The last checksums are remembered, for getfattr asks twice: for the size and for the value.
     """
@@ -54,7 +54,7 @@ class Xattrs:
             facts = await self._store.facts(chunk)
         finally:
             self._store.release(chunk)
-        text = " ".join(f"{checksum:016x}" for checksum in facts.checksums).encode()
+        text = facts.payload_digest.encode()
         if len(self._checksums) >= _MAX_REMEMBERED:
             self._checksums.clear()
         self._checksums[chunk.inode] = text
