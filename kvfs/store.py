@@ -12,10 +12,8 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import trio
 
 from kvfs import namespace as namespaces
@@ -30,11 +28,12 @@ from kvfs.index import FILE_NAME, Index, NamespaceRow
 from kvfs.intake import Reservation, receive
 from kvfs.keys import ChainHash, Key, key_of
 from kvfs.messages import NewChunk, StoreStatus, Tier
-from kvfs.metrics import Counters, EventLog, Gauge, render
+from kvfs.metrics import Counters, EventLog, render
 from kvfs.namespace import Namespace
 from kvfs.promotion import Promoter, Promotion, drop_corrupt
 from kvfs.recovery import recover
 from kvfs.residency import Observer, Residency
+from kvfs.statistics import Capacity, Statistics, TierStatistics, gauges
 from kvfs.system import System
 from kvfs.tiers.nvme import NvmeTier, Slice, check_header
 from kvfs.tiers.ram import RamTier
@@ -46,39 +45,6 @@ log = logging.getLogger(__name__)
 _SAVE_USE_EVERY_S = 10.0
 _FLUSH_AT_END_S = 60.0
 _MAX_WINDOWS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """Bytes of the largest tier, bytes in use there, and visible chunks."""
-
-    total_bytes: int
-    used_bytes: int
-    num_chunks: int
-
-
-class TierStatistics(msgspec.Struct, frozen=True):
-    """One tier: its size, what is used, how many chunks it has."""
-
-    capacity_bytes: int
-    used_bytes: int
-    num_chunks: int
-    kind: str
-    is_degraded: bool = False
-
-
-class Statistics(msgspec.Struct, frozen=True):
-    """How the store stands."""
-
-    num_chunks: int
-    num_namespaces: int
-    dirty_bytes: int
-    num_dirty: int
-    num_leases: int
-    num_ghosts: int
-    ram: TierStatistics
-    nvme: TierStatistics | None
-    counters: dict[str, int]
 
 
 class Store:
@@ -341,21 +307,7 @@ class Store:
 
     def metrics_text(self) -> bytes:
         """The same for Prometheus."""
-        now = self.statistics()
-        gauges = [
-            Gauge("chunks", "visible chunks", now.num_chunks),
-            Gauge("dirty_bytes", "bytes in RAM that are not on NVMe yet", now.dirty_bytes),
-            Gauge("leases", "holds on chunks", now.num_leases),
-            Gauge("ram_capacity_bytes", "size of the RAM tier", now.ram.capacity_bytes),
-            Gauge("ram_used_bytes", "bytes allocated in the RAM tier", now.ram.used_bytes),
-        ]
-        if now.nvme is not None:
-            gauges += [
-                Gauge("nvme_capacity_bytes", "size of the NVMe tier", now.nvme.capacity_bytes),
-                Gauge("nvme_used_bytes", "bytes allocated in the NVMe tier", now.nvme.used_bytes),
-                Gauge("nvme_degraded", "1 while writing to NVMe fails", now.nvme.is_degraded),
-            ]
-        return render(self.counters, gauges)
+        return render(self.counters, gauges(self.statistics()))
 
     # life
 

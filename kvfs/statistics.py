@@ -1,0 +1,61 @@
+"""How a store stands: the frozen values that `status.json`, `df` and Prometheus show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from kvfs.metrics import Gauge
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Bytes of the largest tier, bytes in use there, and visible chunks."""
+
+    total_bytes: int
+    used_bytes: int
+    num_chunks: int
+
+
+class TierStatistics(msgspec.Struct, frozen=True):
+    """One tier: its size, what is used, how many chunks it has."""
+
+    capacity_bytes: int
+    used_bytes: int
+    num_chunks: int
+    kind: str
+    is_degraded: bool = False
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """How the store stands."""
+
+    num_chunks: int
+    num_namespaces: int
+    dirty_bytes: int
+    num_dirty: int
+    num_leases: int
+    num_ghosts: int
+    ram: TierStatistics
+    nvme: TierStatistics | None
+    counters: dict[str, int]
+
+
+def gauges(now: Statistics) -> list[Gauge]:
+    """What Prometheus sees beside the counters."""
+    found = [
+        Gauge("chunks", "visible chunks", now.num_chunks),
+        Gauge("ghosts", "chunks that went and are remembered", now.num_ghosts),
+        Gauge("dirty_bytes", "bytes in RAM that are not on NVMe yet", now.dirty_bytes),
+        Gauge("leases", "holds on chunks", now.num_leases),
+        Gauge("ram_capacity_bytes", "size of the RAM tier", now.ram.capacity_bytes),
+        Gauge("ram_used_bytes", "bytes allocated in the RAM tier", now.ram.used_bytes),
+    ]
+    if now.nvme is not None:
+        found += [
+            Gauge("nvme_capacity_bytes", "size of the NVMe tier", now.nvme.capacity_bytes),
+            Gauge("nvme_used_bytes", "bytes allocated in the NVMe tier", now.nvme.used_bytes),
+            Gauge("nvme_degraded", "1 while writing to NVMe fails", now.nvme.is_degraded),
+        ]
+    return found
