@@ -19,17 +19,19 @@ END_DEADLINE_S = 5.0  # for processes and mounts that are on their way out when 
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
-def _mounts() -> set[str]:
-    """FUSE mounts, as this process sees them."""
+def _mounts(temporary: Path) -> set[str]:
+    """Mounts below the run's temporary directory, the only place where tests mount."""
     lines = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
-    return {f"mount on {line.split()[4]}" for line in lines if line.partition(" - ")[2].startswith("fuse.")}
+    return {f"mount on {path}" for path in (line.split()[4] for line in lines) if Path(path).is_relative_to(temporary)}
 
 
-def _shared_memory() -> set[str]:
-    return {f"shared memory /dev/shm/{name}" for name in os.listdir("/dev/shm")}
+def _shared_memory(_: Path) -> set[str]:
+    """Files in /dev/shm, those of other programs aside."""
+    names = [name for name in os.listdir("/dev/shm") if name.startswith(("kvfs", "psm_", "torch_"))]
+    return {f"shared memory /dev/shm/{name}" for name in names}
 
 
-def _children() -> set[str]:
+def _children(_: Path) -> set[str]:
     """Processes that this one started and that have not ended, or that nobody waited for."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
@@ -47,7 +49,7 @@ def _children() -> set[str]:
     return found
 
 
-_TRACES: dict[str, Callable[[], set[str]]] = {
+_TRACES: dict[str, Callable[[Path], set[str]]] = {
     "a mount": _mounts,
     "shared memory": _shared_memory,
     "a process": _children,
@@ -55,14 +57,15 @@ _TRACES: dict[str, Callable[[], set[str]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a FUSE mount, a file in /dev/shm or a child process behind."""
+def _leaves_nothing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail a test that leaves a mount, a file in /dev/shm or a child process behind."""
     allowed = {mark.args[0] for mark in request.node.iter_markers("leaves")}
     watched = {what: look for what, look in _TRACES.items() if what not in allowed}
-    before = {what: look() for what, look in watched.items()}
+    temporary = tmp_path_factory.getbasetemp()
+    before = {what: look(temporary) for what, look in watched.items()}
     yield
     deadline = time.monotonic() + END_DEADLINE_S
-    while left := sorted(trace for what, look in watched.items() for trace in look() - before[what]):
+    while left := sorted(trace for what, look in watched.items() for trace in look(temporary) - before[what]):
         if time.monotonic() > deadline:
             pytest.fail("the test left behind: " + "; ".join(left))
         time.sleep(0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -32,6 +33,7 @@ The ten chunks that were used last.
 """
 
 UNKNOWN = "–"
+PIPE_WIDTH = 240  # columns where there is no terminal: nothing is folded
 
 
 def list_cache(
@@ -57,7 +59,8 @@ def list_cache(
         rows = [{"kind": kind} | _plain(entry) for entry in entries]
         typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=2))
     elif entries:
-        Console().print(_table(kind, entries, time.time_ns()))
+        console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+        console.print(_table(kind, entries, time.time_ns()))
     else:
         typer.echo("kvfs: nothing is stored here yet", err=True)
 
@@ -75,7 +78,8 @@ def _table(kind: str, entries: list[Entry], now_ns: int) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     if kind != "namespace":
         table.add_column("tier", no_wrap=True)
-    table.add_column("stored", justify="right", no_wrap=True)
+    if kind != "prefix":  # a key and its indentation leave little of 80 columns
+        table.add_column("stored", justify="right", no_wrap=True)
     table.add_column("last used", justify="right", no_wrap=True)
     for entry in entries:
         numbers = {
@@ -86,8 +90,9 @@ def _table(kind: str, entries: list[Entry], now_ns: int) -> Table:
         row.append(format_size(entry.size_bytes))
         if kind != "namespace":
             row.append(UNKNOWN if entry.tiers is None else " ".join(sorted(entry.tiers, reverse=True)))
-        row += [_ago(entry.published_ns, now_ns), _ago(entry.last_used_ns, now_ns)]
-        table.add_row(*row)
+        if kind != "prefix":
+            row.append(_ago(entry.published_ns, now_ns))
+        table.add_row(*row, _ago(entry.last_used_ns, now_ns))
     return table
 
 

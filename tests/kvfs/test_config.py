@@ -105,7 +105,7 @@ def test_a_colon_in_the_directory_is_kept() -> None:
         ({"nvme": "/data:0"}, "nvme is 0 B; it must lie between"),
         ({"nvme": "/mnt/kvfs/data:1GiB"}, "cannot lie inside the mount itself"),
         ({"socket_directory": "/mnt/kvfs/run"}, "cannot lie inside the mount itself"),
-        ({"socket_directory": "/" + "s" * 64}, "is longer than 64 bytes"),
+        ({"socket_directory": "/" + "s" * 76}, "is longer than 76 bytes"),
         ({"log_file": "/mnt/kvfs/log"}, "cannot lie inside the mount itself"),
         ({"huge_pages": "always"}, "huge_pages is 'always'; it must be auto or never"),
         ({"log_level": "loud"}, "log_level is 'loud'; it must be debug, info, warning or error"),

@@ -1,0 +1,259 @@
+"""Commands on real mounts: in the background and in the foreground, full, busy, stopped and dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfs.client import Client, new_chunk
+from kvfs.keys import KeyChain, key_of, root
+from kvfs.messages import StoreStatus
+from kvfs.mount import mountpoint
+from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
+
+KVFS = str(Path(sys.executable).parent / "kvfs")
+DEADLINE_S = 20.0
+
+pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
+
+NAMESPACE = Namespace(
+    identity=Identity(
+        model="tests/tiny", revision="1", kv_dtype="F32", layout="test", num_layers=2, num_kv_heads=1, head_size=8,
+        tokens_per_chunk=16,
+    ),
+    layers=(LayerRun(2, (TensorSpec("k", "F32", (16, 8), 0), TensorSpec("v", "F32", (16, 8), 0))),),
+)  # fmt: skip
+
+
+def kvfs(*arguments: str | Path, timeout_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
+    command = [KVFS, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=timeout_s
+    )
+
+
+@dataclass
+class Mount:
+    """A directory to mount on, the flags to do so, and the end of what was mounted."""
+
+    path: Path
+    flags: list[str]
+
+    def start(self) -> int:
+        """Mount in the background; the daemon's pid."""
+        result = kvfs("mount", self.path, *self.flags, "--background")
+        assert result.returncode == 0, result.stderr
+        return self.pid()
+
+    def pid(self) -> int:
+        return int(self.json("status")["pid"])
+
+    def json(self, command: str, *arguments: str) -> Any:
+        result = kvfs(command, self.path, *arguments, "--json")
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+    @property
+    def is_mounted(self) -> bool:
+        return mountpoint.mount_at(str(self.path)) is not None
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process has not ended; it may still wait to be reaped by init."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def kill(pid: int) -> None:
+    """End a daemon, stopped or not, and wait until it is gone."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        assert poll.poll(DEADLINE_S * 1000)
+    finally:
+        os.close(descriptor)
+
+
+def wait_for(what: str, is_so: Any) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    path = tmp_path / "mnt"
+    flags = [
+        "--ram=16MiB",
+        f"--nvme={tmp_path}/volume:16MiB",
+        f"--socket-directory={tmp_path.parent}/run",
+        "--huge-pages=never",
+    ]
+    flags.append(f"--log-file={tmp_path}/log")
+    mount = Mount(path, flags)
+    yield mount
+    if mount.is_mounted:
+        mountpoint.unmount(str(path), lazy=True)
+
+
+def store(path: Path, tokens: list[int]) -> list[str]:
+    """Store the full chunks of a sequence; their keys."""
+    chain = KeyChain(root(NAMESPACE.identity.fingerprint()), 16, tokens)
+    with Client(path, NAMESPACE, deadline_s=5.0) as client:
+        chunks = [
+            new_chunk(value, chain.parent_of(position), position, 16) for position, value in enumerate(chain.chains)
+        ]
+        reservations = client.store(chunks)
+        for reservation in reservations:
+            if reservation.payload is not None:
+                reservation.payload[:] = bytes(len(reservation.payload))
+        assert set(client.publish(reservations)) <= {StoreStatus.STORED, StoreStatus.EXISTS}
+    return [key_of(value).hex() for value in chain.chains]
+
+
+def test_a_life(mount: Mount) -> None:
+    """Mount, store, look, unmount, mount again: the chunks are still there; `ls` and `status` say so."""
+    pid = mount.start()
+    assert kvfs("status", mount.path).returncode == 0
+    assert mount.json("ls") == []
+    keys = store(mount.path, list(range(48)))
+    branch = store(mount.path, [*range(16), *range(100, 132)])
+    assert branch[0] == keys[0]
+
+    [namespace] = mount.json("ls")
+    assert (namespace["name"], namespace["num_chunks"]) == (NAMESPACE.directory, 5)
+    prefixes = mount.json("ls", NAMESPACE.directory)
+    assert [(entry["name"], entry["depth"], entry["num_chunks"], entry["num_tokens"]) for entry in prefixes[:1]] == [
+        (keys[0], 0, 5, 80)
+    ]
+    assert {entry["name"] for entry in prefixes[1:]} == {keys[1], branch[1]}
+    chunks = mount.json("ls", "tiny", "--chunks", "--limit", "3")
+    assert len(chunks) == 3
+    assert {chunk["name"] for chunk in mount.json("ls", "tiny", "--chunks")} == set(keys + branch)
+    shown = kvfs("ls", mount.path, "tiny").stdout
+    assert all(word in shown for word in ("prefix", "tokens", keys[0], "ram", "KiB", "s ago"))
+    assert "5 chunks in 1 namespace" in kvfs("status", mount.path).stdout
+
+    result = kvfs("umount", mount.path)
+    assert (result.returncode, result.stdout) == (0, f"kvfs: {mount.path} is unmounted\n")
+    assert not is_alive(pid)
+    assert not mount.is_mounted
+
+    mount.start()
+    assert {chunk["name"] for chunk in mount.json("ls", "tiny", "--chunks")} == set(keys + branch)
+    assert {tuple(chunk["tiers"]) for chunk in mount.json("ls", "tiny", "--chunks")} == {("nvme",)}
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_names_of_namespaces(mount: Mount) -> None:
+    """The beginning of a name is enough if it is the only one; mistakes say what there is."""
+    mount.start()
+    result = kvfs("ls", mount.path, "tiny")
+    assert result.returncode == 2
+    assert "there is no namespace 'tiny'" in result.stderr
+    assert kvfs("ls", mount.path, "--chunks").returncode == 2
+    assert "nothing is stored here yet" in kvfs("ls", mount.path).stderr
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_a_second_mount_is_refused(mount: Mount) -> None:
+    pid = mount.start()
+    result = kvfs("mount", mount.path, *mount.flags, "--background")
+    assert result.returncode == 2
+    assert result.stderr == f"kvfs: kvfs is already mounted on {mount.path}\n"
+    assert mount.pid() == pid
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_a_busy_mount_stays(mount: Mount) -> None:
+    """Without --force nobody's files are taken away."""
+    pid = mount.start()
+    with open(mount.path / "README.txt"):
+        result = kvfs("umount", mount.path)
+        assert result.returncode == 2
+        assert f"{mount.path} is busy" in result.stderr
+        assert mount.pid() == pid
+    assert kvfs("umount", mount.path).returncode == 0
+    assert not is_alive(pid)
+
+
+def test_a_forced_unmount_leaves_open_files(mount: Mount) -> None:
+    """What is open can be read to its end; then the daemon goes."""
+    pid = mount.start()
+    with open(mount.path / "README.txt") as file:
+        assert kvfs("umount", mount.path, "--force").returncode == 0
+        assert not mount.is_mounted
+        assert file.read().startswith("This is kvfs")
+    wait_for("the daemon ends when the last file is closed", lambda: not is_alive(pid))
+
+
+def test_a_stopped_daemon_is_told_of(mount: Mount) -> None:
+    """Commands do not hang on a daemon that does not answer, and --force takes its mount away."""
+    pid = mount.start()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        commands = [[KVFS, command, str(mount.path)] for command in ("status", "ls", "umount")]
+        processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+        for process in processes:
+            _, told = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 1
+            assert f"the kvfs daemon of {mount.path} has not answered" in told
+            assert told.count("\n") == 1
+        assert kvfs("umount", mount.path, "--force").returncode == 0
+        assert not mount.is_mounted
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for("the daemon ends when its mount is gone", lambda: not is_alive(pid))
+
+
+@pytest.mark.parametrize("clear", ["umount", "mount"])
+def test_a_dead_daemon_leaves_nothing_that_stays(mount: Mount, clear: str) -> None:
+    """Its mount is told of, and cleared by the next `kvfs umount` or `kvfs mount`."""
+    kill(mount.start())
+    assert mount.is_mounted
+    for command in ("status", "ls"):
+        result = kvfs(command, mount.path)
+        assert result.returncode == 1
+        assert f"the kvfs daemon of {mount.path} is gone" in result.stderr
+    if clear == "mount":
+        mount.start()
+    assert kvfs("umount", mount.path).returncode == 0
+    assert not mount.is_mounted
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_foreground_mount(mount: Mount, number: signal.Signals) -> None:
+    """Ctrl-C is how one ends it: a clean end, everything written, exit code 0."""
+    command = [KVFS, "mount", str(mount.path), *mount.flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line == (
+            f"kvfs: mounted on {mount.path}, 16.0 MiB of RAM and 16.0 MiB in {mount.path.parent}/volume; "
+            "Ctrl-C unmounts\n"
+        )
+        store(mount.path, list(range(16)))
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == 0
+        assert process.stderr.read() == ""
+    assert not mount.is_mounted
