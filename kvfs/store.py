@@ -216,11 +216,17 @@ class Store:
         self._free_reserved(reservation)
 
     async def publish(
-        self, reservation: Reservation, window_fd: int, window_offset: int, checksums: tuple[int, ...]
+        self,
+        reservation: Reservation,
+        window_fd: int,
+        window_offset: int,
+        checksums: tuple[int, ...],
+        after: trio.Event | None = None,
     ) -> StoreStatus:
-        """Copy a chunk's payload from a window into its place, verify it and make it visible.
+        """Copy a chunk's payload from a window into its place, verify it and make it visible, but not before `after`.
 
-        The reservation is used up, whatever happens.
+        A chunk that became visible before its parent would head a prefix of its own. The reservation is used up,
+        whatever happens.
         """
         created_ns = self.system.time_ns()
         view = self._residency.ram.view(reservation.offset, reservation.geometry.file_bytes)
@@ -234,6 +240,8 @@ class Store:
             except (OSError, UsageError) as error:
                 log.warning("a window could not be read: %s", error)
                 is_good = False
+            if after is not None:
+                await after.wait()
         if not is_good:
             self._free_reserved(reservation)
             self.counters.stores_bad += 1

@@ -329,14 +329,20 @@ class Session:
     async def _publish(self, request: m.Publish) -> None:
         statuses = [m.StoreStatus.UNKNOWN] * len(request.chunks)
 
-        async def publish(index: int, reservation: Reservation, offset: int, checksums: bytes, fd: int) -> None:
+        turns = [trio.Event() for _ in request.chunks]
+        previous: trio.Event | None = None
+
+        async def publish(
+            index: int, reservation: Reservation, offset: int, checksums: bytes, fd: int, after: trio.Event | None
+        ) -> None:
             values = struct.unpack(f">{len(checksums) // 8}Q", checksums)
             try:
-                statuses[index] = await self._store.publish(reservation, fd, offset, values)
+                statuses[index] = await self._store.publish(reservation, fd, offset, values, after)
             finally:
+                turns[index].set()
                 self._free_slot(reservation, offset)
 
-        async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as nursery:  # copied side by side, visible in the order of the request
             for index, finished in enumerate(request.chunks):
                 reserved = self._reserved.pop(finished.key, None)
                 if reserved is None or self._window_fd is None:
@@ -346,7 +352,8 @@ class Session:
                     self._give_back_slot(finished.key)
                     statuses[index] = m.StoreStatus.BAD
                     continue
-                nursery.start_soon(publish, index, *reserved, finished.checksums, self._window_fd)
+                nursery.start_soon(publish, index, *reserved, finished.checksums, self._window_fd, previous)
+                previous = turns[index]
         await self._send(m.Published(request.id, tuple(statuses)))
 
 
