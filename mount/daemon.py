@@ -60,7 +60,6 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
         async with trio.open_nursery() as fuse:
             is_over = trio.Event()
             fuse.start_soon(_main_loop, mounted, is_over)
-            await trio.to_thread.run_sync(mountpoint.raise_read_ahead, path)
             async with trio.open_nursery() as nursery:
                 sessions = await nursery.start(serve_sessions, store, socket_path)
                 operations.control.num_sessions = lambda: sessions.num_open
@@ -69,6 +68,8 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
                 nursery.start_soon(_watch_signals, signals, is_over)
                 if not await trio.to_thread.run_sync(mountpoint.answers, path, READY_DEADLINE_S):
                     raise UsageError(f"the new mount on {path} does not answer")
+                # Not before the first answer: the kernel's handshake sets the read-ahead anew.
+                await trio.to_thread.run_sync(mountpoint.raise_read_ahead, path)
                 logger.info("mounted on %s", path)
                 ready()
                 await is_over.wait()
