@@ -141,6 +141,6 @@ def default_log_file(settings: Settings) -> str:
 def _open_log(path: str) -> int:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, LOG_MODE)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, LOG_MODE)
     except OSError as error:
         raise ConfigError(f"cannot write the log to {path}: {error.strerror}") from error

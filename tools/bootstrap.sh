@@ -70,9 +70,15 @@ install_packages() {
     fi
     say "installing system packages: $packages"
     export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq || say "apt-get update failed; trying with the package lists at hand"
-    apt-get install -y -qq --no-install-recommends "${list[@]}" >/dev/null </dev/null ||
+    local log
+    log=$(mktemp)
+    apt-get update -qq >"$log" 2>&1 </dev/null || say "apt-get update failed; trying with the package lists at hand"
+    if ! apt-get install -y -qq --no-install-recommends "${list[@]}" >>"$log" 2>&1 </dev/null; then
+        tail -n 20 "$log" >&2
+        rm -f "$log"
         fail "apt-get could not install: $packages"
+    fi
+    rm -f "$log"
 }
 
 python=$(find_python) ||

@@ -42,9 +42,8 @@ def panel(path: str, document: dict[str, Any]) -> RenderableType:
     counters = document.get("counters")
     if isinstance(counters, dict) and any(counters.values()):
         parts += [Text(), _counters(counters)]
-    return Panel(
-        Group(*parts), title=f"kvfs {document.get('version', '?')} on {path}", title_align="left", expand=False
-    )
+    title = Text(f"kvfs {document.get('version', '?')} on {path}")
+    return Panel(Group(*parts), title=title, title_align="left", expand=False)
 
 
 def _headline(document: dict[str, Any]) -> str:

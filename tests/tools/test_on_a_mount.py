@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvfs import config
 from kvfs.client import Client, new_chunk
 from kvfs.keys import KeyChain, key_of, root
 from kvfs.messages import StoreStatus
@@ -173,6 +174,19 @@ def test_names_of_namespaces(mount: Mount) -> None:
     assert "there is no namespace 'tiny'" in result.stderr
     assert kvfs("ls", mount.path, "--chunks").returncode == 2
     assert "nothing is stored here yet" in kvfs("ls", mount.path).stderr
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_settings_reach_a_background_daemon(mount: Mount) -> None:
+    """From a file and flags, through the command line of the daemon, to `.kvfs/config.toml`."""
+    file = mount.path.parent / "kvfs.toml"
+    file.write_text(f'mountpoint = "{mount.path}"\nram = "8MiB"\nwindow = "8MiB"\nio_threads = 3\n')
+    flags = [*mount.flags, "--log-level=debug", "--window=3MiB", "--allow-other"]
+    assert kvfs("mount", "--config", file, *flags, "--background").returncode == 0
+    in_force = config.load(mount.path / ".kvfs" / "config.toml", {})
+    assert (in_force.ram_bytes, in_force.window_bytes, in_force.io_threads) == (16 << 20, 3 << 20, 3)
+    assert (in_force.allow_other, in_force.log_level, in_force.huge_pages) == (True, "debug", "never")
+    assert in_force.log_file == str(mount.path.parent / "log")
     assert kvfs("umount", mount.path).returncode == 0
 
 

@@ -1,0 +1,131 @@
+"""What commands show, and how they look at a mount without hanging on it."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvfs.errors import ConfigError, UnavailableError, UsageError
+from kvfs.tools import background, listing, mounted, status
+from kvfs.tools.mount import _sole_error
+from kvfs.tools.words import format_duration, format_share
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0 s"), (0, "0 s"), (59.9, "59 s"), (60, "1 min"), (3599, "59 min"), (7200, "2 h"), (86400 * 400, "400 d")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"), [(0, 0, "–"), (0, 9, "0 %"), (1, 1000, "< 1 %"), (1, 2, "50 %"), (9, 9, "100 %")]
+)
+def test_shares(part: int, whole: int, text: str) -> None:
+    assert format_share(part, whole) == text
+
+
+def test_a_mount_that_does_not_answer() -> None:
+    """A look that never ends is given up, one that gets on is not."""
+    never = threading.Event()
+    with pytest.raises(UnavailableError, match=r"the kvfs daemon of /m has not answered for 0\.05 s"):
+        mounted.ask("/m", lambda _: never.wait(), deadline_s=0.05)
+    never.set()
+
+    def slow(beat: mounted.Beat) -> str:
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            beat()
+        return "done"
+
+    assert mounted.ask("/m", slow, deadline_s=0.2) == "done"
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "sentence"),
+    [
+        (errno.ENOTCONN, mounted.GoneError, "the kvfs daemon of /m is gone"),
+        (errno.EACCES, UsageError, "you may not look into /m"),
+        (errno.EIO, UnavailableError, "cannot read /m/x: Input/output error"),
+    ],
+)
+def test_errors_of_the_mount_are_told_apart(number: int, kind: type[Exception], sentence: str) -> None:
+    def fail(_: mounted.Beat) -> None:
+        raise OSError(number, "Input/output error", "/m/x")
+
+    with pytest.raises(kind, match=sentence):
+        mounted.ask("/m", fail)
+
+
+def test_defects_stay_defects() -> None:
+    """Only what is raised on purpose becomes a sentence."""
+
+    def fail(_: mounted.Beat) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        mounted.ask("/m", fail)
+
+
+def test_a_group_of_one_is_that_one() -> None:
+    """Nurseries wrap what goes wrong in the daemon; a person wants the sentence inside."""
+    error = UsageError("sentence")
+    assert _sole_error(BaseExceptionGroup("", [BaseExceptionGroup("", [error])])) is error
+    several = BaseExceptionGroup("", [error, KeyboardInterrupt()])
+    assert _sole_error(several) is several
+    defect = BaseExceptionGroup("", [ZeroDivisionError()])
+    assert _sole_error(defect) is defect
+
+
+def shown(document: dict[str, object], path: str = "/mnt/kvfs") -> str:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(status.panel(path, document))
+    return capture.get()
+
+
+def test_status_shows_what_matters() -> None:
+    document = {
+        "version": "9.9", "pid": 7, "uptime_s": 7200.5, "num_chunks": 1234, "num_namespaces": 1, "num_dirty": 3,
+        "dirty_bytes": 3 << 20, "num_leased": 2,
+        "ram": {"num_chunks": 10, "used_bytes": 1 << 30, "capacity_bytes": 4 << 30, "kind": "memfd"},
+        "nvme": {"num_chunks": 9, "used_bytes": 0, "capacity_bytes": 64 << 30, "kind": "direct", "is_degraded": True},
+        "counters": {"loads_ram": 5, "loads_missed": 0, "loaded_bytes": 1 << 20},
+    }  # fmt: skip
+    text = shown(document)
+    for part in (
+        "kvfs 9.9 on /mnt/kvfs", "1,234 chunks in 1 namespace", "process 7, up 2 h", "2 in use",
+        "3.0 MiB not yet on NVMe", "25 %", "64.0 GiB", "degraded", "loads ram", "1.0 MiB",
+    ):  # fmt: skip
+        assert part in text
+    assert "loads missed" not in text
+
+
+def test_status_of_another_version_is_shown_as_far_as_it_goes() -> None:
+    assert "0 chunks" in shown({"ram": None, "nvme": 3, "counters": []}, path="/mnt/[bold]")
+    assert "/mnt/[bold]" in shown({}, path="/mnt/[bold]")
+
+
+def test_entries_add_up() -> None:
+    """What is not known of a part is not known of the whole."""
+    total = listing.Entry("x")
+    total.add(listing.Entry("a", num_chunks=1, size_bytes=10, num_tokens=16, tiers={"ram"}, last_used_ns=5))
+    total.add(listing.Entry("b", num_chunks=2, size_bytes=20, num_tokens=32, tiers={"nvme"}, last_used_ns=3))
+    assert (total.num_chunks, total.size_bytes, total.num_tokens, total.last_used_ns) == (3, 30, 48, 5)
+    assert total.tiers == {"ram", "nvme"}
+    total.add(listing.Entry("c", num_chunks=1, num_tokens=None, tiers=None))
+    assert (total.num_chunks, total.num_tokens, total.tiers) == (4, None, None)
+
+
+def test_a_log_is_not_written_through_a_link(tmp_path: Path) -> None:
+    """The directory of sockets may lie in /tmp, where others can put things."""
+    (tmp_path / "log").symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match="cannot write the log"):
+        background._open_log(str(tmp_path / "log"))
+    assert not (tmp_path / "target").exists()
