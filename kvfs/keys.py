@@ -26,6 +26,7 @@ Key = NewType("Key", bytes)
 KEY_BYTES = 16
 CHAIN_BYTES = 32
 TOKEN_BYTES = 4
+_BUFFER_FORMATS = ("B", "c", "I", "L")
 _ROOT_DOMAIN = b"kvfs-root/1\0"
 
 
@@ -64,6 +65,8 @@ def token_bytes(tokens: Any) -> memoryview:
     if hasattr(tokens, "detach"):  # a torch tensor, known without importing torch
         tokens = tokens.detach().reshape(-1).numpy()
     if hasattr(tokens, "astype"):  # a numpy array, known without importing numpy
+        if tokens.dtype.kind not in "iu":
+            raise ValueError(f"token ids are integers, not {tokens.dtype}")
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= 1 << 32):
             raise ValueError("token ids must lie between 0 and 2**32 - 1")
         tokens = tokens.reshape(-1).astype("<u4", copy=False)
@@ -76,9 +79,9 @@ def token_bytes(tokens: Any) -> memoryview:
         tokens = array("I", tokens)
         tokens.byteswap()
     view = memoryview(tokens)
-    if view.itemsize not in (1, TOKEN_BYTES) or view.nbytes % TOKEN_BYTES:
+    if view.format.lstrip("<=@") not in _BUFFER_FORMATS or view.itemsize > TOKEN_BYTES or view.nbytes % TOKEN_BYTES:
         raise ValueError(
-            f"a token buffer holds 4-byte ids; this one has {view.itemsize}-byte items, {view.nbytes} bytes"
+            f"a token buffer holds unsigned 4-byte ids; this one has items of format {view.format!r}, {view.nbytes} bytes"
         )
     return view.cast("B")
 

@@ -139,10 +139,10 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
     def directory(self) -> str:
         """The name of the namespace's directory: model, dtype, rank and the head of the fingerprint."""
         base = (
-            re.sub(r"[^A-Za-z0-9._]+", "-", self.identity.model.rstrip("/").rsplit("/", 1)[-1]).strip("-.") or "model"
+            re.sub(r"[^A-Za-z0-9._]+", "-", self.identity.model.rstrip("/").rsplit("/", 1)[-1]).strip("-._") or "model"
         )
         dtype = re.sub(r"[^a-z0-9]+", "", self.identity.kv_dtype.lower()) or "kv"
-        return f"{base[:64]}-{dtype}-r{self.rank}of{self.num_ranks}-{self.fingerprint_hex[:12]}"
+        return f"{base[:64]}-{dtype[:16]}-r{self.rank}of{self.num_ranks}-{self.fingerprint_hex[:12]}"
 
     def check(self) -> None:
         """Raise UsageError, in one sentence, for what the types alone do not forbid."""
