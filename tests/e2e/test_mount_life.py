@@ -1,0 +1,159 @@
+"""The life of a daemon: it ends cleanly, takes over what a killed one left, and refuses what cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfs.mount import mountpoint
+
+
+def is_mounted(daemon: Any) -> bool:
+    return mountpoint.mount_at(str(daemon.path)) is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_and_everything_is_written(daemon: Any, engines: Any, number: signal.Signals) -> None:
+    daemon.start()
+    engines(daemon.path).store("abc")
+    assert daemon.stop(number) == 0
+    assert not is_mounted(daemon)
+    assert os.listdir(daemon.path) == []
+    assert os.listdir(daemon.run_directory) == []
+    daemon.start()
+    again = engines(daemon.path)
+    assert os.getxattr(again.file("abc"), "user.kvfs.tier") == b"nvme"
+    assert again.file("abc").read_bytes()[-4096:-2048] == b"c" * 2048
+    again.load("abc")
+
+
+def test_an_unmount_from_outside_ends_it(daemon: Any, engines: Any) -> None:
+    daemon.start()
+    engines(daemon.path).store("abc")
+    assert mountpoint.unmount(str(daemon.path))
+    assert daemon.ended() == 0
+    assert os.listdir(daemon.run_directory) == []
+    daemon.start()
+    engines(daemon.path).load("abc")
+
+
+def test_a_busy_mount_is_detached(daemon: Any, engines: Any) -> None:
+    daemon.start()
+    engine = engines(daemon.path)
+    engine.store("a")
+    descriptor = os.open(engine.file("a"), os.O_RDONLY)
+    try:
+        assert len(os.read(descriptor, 8)) == 8
+        assert daemon.stop() == 0
+        assert not is_mounted(daemon)
+        with pytest.raises(OSError, match="not connected"):
+            os.fstat(descriptor)
+    finally:
+        with contextlib.suppress(OSError):  # closing, too, finds nobody at the other end
+            os.close(descriptor)
+    assert f"{daemon.path} is busy" in daemon.log
+    daemon.start()
+    engines(daemon.path).load("a")
+
+
+def test_what_a_killed_daemon_left_is_cleared(daemon: Any, engines: Any, wait: Any) -> None:
+    """Its mount, its socket; what was clean is there again."""
+    daemon.start()
+    engine = engines(daemon.path)
+    engine.store("abc")
+    wait(lambda: os.getxattr(engine.file("abc"), "user.kvfs.dirty") == b"0", "the chunks are clean")
+    assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert is_mounted(daemon)
+    with pytest.raises(OSError, match="Transport endpoint is not connected"):
+        os.listdir(daemon.path)
+    assert os.listdir(daemon.run_directory) != []
+    daemon.start()
+    assert f"clearing the mount on {daemon.path} that a dead daemon left" in daemon.log
+    assert sum(mount.path == str(daemon.path) for mount in mountpoint.mounts()) == 1
+    engines(daemon.path).load("abc")
+    assert daemon.stop() == 0
+    assert not is_mounted(daemon)
+
+
+def test_what_cannot_be_mounted_on_is_refused(daemon: Any, tmp_path: Path) -> None:
+    daemon.path.mkdir()
+    (daemon.path / "x").touch()
+    assert "is not empty" in daemon.refusal()
+    (daemon.path / "x").unlink()
+    daemon.path.rmdir()
+    daemon.path.touch()
+    assert "is not a directory" in daemon.refusal()
+    assert os.listdir(daemon.run_directory) == []
+
+
+def test_a_second_daemon_is_refused(mounted: Any, engine: Any) -> None:
+    """On the same mount point, and on the same volume."""
+    engine.store("a")
+    assert f"kvfs is already mounted on {mounted.path}" in mounted.refusal()
+    first, mounted.path = mounted.path, mounted.directory / "other"
+    try:
+        told = mounted.refusal()
+    finally:
+        mounted.path = first
+    assert "volume" in told
+    assert mountpoint.mount_at(str(mounted.directory / "other")) is None
+    assert len(os.listdir(mounted.run_directory)) == 1
+    engine.load("a")
+
+
+def test_a_stopped_daemon_is_not_mistaken_for_a_dead_one(mounted: Any, engine: Any) -> None:
+    engine.store("a")
+    os.kill(mounted.pid, signal.SIGSTOP)
+    try:
+        assert f"mounted on {mounted.path} does not answer" in mounted.refusal()
+    finally:
+        os.kill(mounted.pid, signal.SIGCONT)
+    engine.load("a")
+
+
+def test_processes_with_open_files_can_fork_while_the_daemon_is_stopped(mounted: Any, engine: Any) -> None:
+    """Closing a file, and so each fork and exec, asks nothing of the daemon."""
+    engine.store("a")
+    with engine.file("a").open("rb") as file:
+        file.read(1)
+        with engine.file("a").open("rb"):
+            pass  # the first close ever asks, and is told not to
+        os.kill(mounted.pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            subprocess.run(["true"], check=True, timeout=30)
+            assert time.monotonic() - began < 1
+        finally:
+            os.kill(mounted.pid, signal.SIGCONT)
+
+
+def test_a_killed_reader_gives_its_lease_back(mounted: Any, engine: Any, reap: Any, wait: Any) -> None:
+    engine.store("a")
+    script = "import os, sys, time; f = open(sys.argv[1], 'rb'); f.read(1); print('open', flush=True); time.sleep(600)"
+    reader = reap(subprocess.Popen(["python3", "-c", script, engine.file("a")], stdout=subprocess.PIPE))
+    assert reader.stdout.readline() == b"open\n"
+
+    def num_leases() -> int:
+        return int(json.loads((mounted.path / ".kvfs/status.json").read_bytes())["num_leases"])
+
+    assert num_leases() == 1
+    reader.kill()
+    wait(lambda: num_leases() == 0, "the lease ends", 0.5)
+
+
+def test_the_mount_point_may_have_a_blank_in_its_name(daemon: Any, engines: Any) -> None:
+    daemon.path = daemon.directory / "a mount\\point"
+    daemon.start()
+    engines(daemon.path).store("a")
+    assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
+    daemon.start()
+    assert daemon.stop() == 0
+    assert not is_mounted(daemon)

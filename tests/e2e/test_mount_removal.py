@@ -1,0 +1,168 @@
+"""Removing chunks on a real mount: by the user, by the policy, while they are in use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LC_ALL": "C"}
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=False, timeout=60, env=environment
+    )
+
+
+def gone(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("by", ["chunks", "prefixes"])
+def test_rm_of_one_name_takes_the_other(engine: Any, wait: Any, by: str) -> None:
+    """At once: the kernel does not go on serving what it had cached."""
+    engine.store("ab")
+    flat = engine.file("ab")
+    deep = engine.prefixes / engine.key("a") / flat.name
+    for path in (flat, deep):
+        path.read_bytes()
+    one, other = (flat, deep) if by == "chunks" else (deep, flat)
+    assert run("rm", one).returncode == 0
+    assert gone(one)
+    wait(lambda: gone(other), "the other name goes", 0.5)  # half the time that the kernel could have cached it
+    with pytest.raises(FileNotFoundError):
+        other.read_bytes()
+    assert engine.client.match(engine.chains("ab")).count == 1
+
+
+def test_what_is_open_stays_readable(engine: Any) -> None:
+    engine.store("a")
+    with engine.file("a").open("rb", buffering=0) as file:
+        os.unlink(engine.file("a"))
+        assert os.fstat(file.fileno()).st_nlink == 0
+        engine.store("b")  # would take the bytes if they were free
+        data = file.readall()
+    assert data[-4096:-2048] == b"a" * 2048
+    assert gone(engine.file("a"))
+
+
+def test_what_an_engine_holds_stays_readable_to_it(engine: Any) -> None:
+    engine.store("ab")
+    load = engine.client.load(engine.chains("ab"))
+    os.unlink(engine.file("a"))
+    os.unlink(engine.file("ab"))
+    with load:
+        assert set(load.layer(1, 0)) == {ord("b")}
+    assert engine.client.match(engine.chains("ab")).count == 0
+
+
+def test_rm_r_of_a_prefix(engine: Any) -> None:
+    """Without -f and without an error, if nobody else is active; what does not continue the prefix stays."""
+    for path in ("abcd", "abxyz", "abx12", "ab123", "q"):
+        engine.store(path)
+    top = engine.prefixes / engine.key("a")
+    branch = next(path for path in top.rglob("*") if path.name == engine.key("abx"))
+    result = run("rm", "-r", branch)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert not branch.exists()
+    assert engine.client.match(engine.chains("abxyz")).count == 2
+    assert engine.client.match(engine.chains("abcd")).count == 4
+    result = run("rm", "-r", top)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert engine.client.match(engine.chains("abcd")).count == 0
+    assert os.listdir(engine.prefixes) == [engine.key("q")]
+    assert os.listdir(engine.chunks) == [f"{engine.key('q')}.safetensors"]
+
+
+def test_rm_rf_of_what_a_namespace_holds(engine: Any) -> None:
+    """Everything in it goes; the namespace itself stays, and says so."""
+    for path in ("abc", "axy"):
+        engine.store(path)
+    result = run("rm", "-rf", engine.directory)
+    assert result.returncode == 1
+    assert set(result.stderr.splitlines()) == {
+        f"rm: cannot remove '{engine.directory / name}': Operation not permitted"
+        for name in ("namespace.json", "chunks", "prefixes")
+    }
+    assert os.listdir(engine.chunks) == os.listdir(engine.prefixes) == []
+    engine.store("abc")
+    engine.load("abc")
+
+
+def test_rmdir(engine: Any) -> None:
+    """An empty prefix directory goes, a full one does not."""
+    engine.store("ab")
+    directory = engine.prefixes / engine.key("a")
+    with pytest.raises(OSError, match="Directory not empty"):
+        os.rmdir(directory)
+    for name in os.listdir(directory):
+        os.unlink(directory / name)
+    os.rmdir(directory)
+    assert gone(directory)
+    engine.store("ab")
+    assert len(os.listdir(directory)) == 2
+
+
+def test_an_empty_directory_is_used_again(engine: Any) -> None:
+    engine.store("ab")
+    directory = engine.prefixes / engine.key("a")
+    for name in os.listdir(directory):
+        os.unlink(directory / name)
+    assert os.listdir(directory) == []
+    engine.store("ab")
+    assert len(os.listdir(directory)) == 2
+
+
+def test_removing_while_listing(engine: Any) -> None:
+    """Entries that go while a directory is read are not shown twice, nor do they hide others."""
+    paths = [chr(0x100 + number) for number in range(300)]
+    for path in paths:
+        engine.store(path)
+    kept = {engine.file(path).name for path in paths[::2]}
+    seen = []
+    with os.scandir(engine.chunks) as entries:
+        seen.append(next(entries).name)
+        for path in paths[1::2]:
+            os.unlink(engine.file(path))
+        engine.store("new")
+        seen += [entry.name for entry in entries]
+    assert len(seen) == len(set(seen))
+    assert kept <= set(seen)
+    assert set(os.listdir(engine.chunks)) == kept | {engine.file("new"[:length]).name for length in (1, 2, 3)}
+
+
+def test_evicted_names_vanish(daemon: Any, engines: Any, wait: Any) -> None:
+    """Also those that the kernel has cached, and also in a cache without a volume."""
+    daemon.start(ram="1MiB", nvme=None)
+    engine = engines(daemon.path)
+    engine.store("a")
+    flat, deep = engine.file("a"), engine.prefixes / engine.key("a") / engine.file("a").name
+    assert flat.stat().st_ino == deep.stat().st_ino
+    for number in range(200):  # more than a MiB
+        engine.store(chr(0x1000 + number))
+        if gone(flat) or gone(deep):  # looking keeps both in the kernel's cache to the end
+            break
+    wait(lambda: gone(flat), "the flat name goes", 0.5)
+    wait(lambda: gone(deep), "the deep name goes", 0.5)
+
+
+def test_a_chunk_that_moved_has_its_new_name_only(engine: Any, wait: Any) -> None:
+    """A second continuation splits a directory; the kernel forgets the old place of what moved."""
+    engine.store("abcd")
+    top = engine.prefixes / engine.key("a")
+    name = engine.file("abcd").name
+    before = (top / name).stat()
+    engine.store("abx")
+    wait(lambda: gone(top / name), "the old name goes", 0.5)
+    after = (top / engine.key("abc") / name).stat()
+    assert (after.st_ino, after.st_nlink) == (before.st_ino, 2)
+    assert sorted(os.listdir(top)) == sorted(
+        [engine.file("a").name, engine.file("ab").name, engine.key("abc"), engine.key("abx")]
+    )
