@@ -1,7 +1,9 @@
 """The prefix view: a namespace's chunks as a tree in which ``rm -r`` means what a user hopes.
 
 A directory is a run of chunks up to the next branch and bears the key of its first chunk. Where a run gets a second
-continuation it is split: what lay behind the branch moves into a directory of its own, beside the new one. Directories
+continuation it is split: what lay behind the branch moves into a directory of its own, beside the new one. What stands
+behind a hole, where a chunk was removed, may have been built on another chunk than the one before the hole: it does not
+move, so that a directory never holds what was not built on the chunk whose key it bears. Directories
 are never merged: a tool that walks the tree finds each at the path where it saw it, until it is empty.
 
 A chunk knows its directory and its neighbours there (intrusive links: a million chunks are expected).
@@ -48,16 +50,31 @@ class PrefixDirectory(Generic[M]):
         tree: whose directory this is.
         key: of its first chunk when it was made; name: the same in hex.
         parent: the directory that holds this one, None at the top.
+        built_on: the parent key of that first chunk: where in the parent directory the branch hangs.
         subdirectories: by name.
         inode: unique among chunks and directories.
         keep: how many holders rely on the directory; at zero it goes as soon as it is empty.
     """
 
-    __slots__ = ("_first", "_last", "inode", "keep", "key", "num_chunks", "parent", "subdirectories", "tree")
+    __slots__ = (
+        "_first",
+        "_last",
+        "built_on",
+        "inode",
+        "keep",
+        "key",
+        "num_chunks",
+        "parent",
+        "subdirectories",
+        "tree",
+    )
 
-    def __init__(self, tree: PrefixTree[M], key: Key, parent: PrefixDirectory[M] | None, inode: int) -> None:
+    def __init__(
+        self, tree: PrefixTree[M], key: Key, parent: PrefixDirectory[M] | None, built_on: Key, inode: int
+    ) -> None:
         self.tree = tree
         self.key = key
+        self.built_on = built_on
         self.parent = parent
         self.inode = inode
         self.subdirectories: dict[str, PrefixDirectory[M]] = {}
@@ -155,14 +172,14 @@ class PrefixTree(Generic[M]):
         parent = self._chunks.get(chunk.parent)
         home = cast("PrefixDirectory[M] | None", parent.directory) if parent is not None else None
         if parent is None or home is None:
-            self._new_directory(chunk.key, None)._link(chunk)
+            self._new_directory(chunk, None)._link(chunk)
             return []
         continuation = cast("M | None", parent.next)
         moved: list[M] = []
         if continuation is not None and continuation.parent == parent.key:
             moved = self._split(home, continuation)
         if moved or any(self._continues(branch, parent) for branch in home.subdirectories.values()):
-            home = self._new_directory(chunk.key, home)
+            home = self._new_directory(chunk, home)
         home._link(chunk)
         return moved
 
@@ -187,46 +204,46 @@ class PrefixTree(Generic[M]):
         return went
 
     def descendants(self, chunk: M) -> Iterator[M]:
-        """What was built on a chunk, parents first; the chunk itself not included."""
+        """What was built on a chunk, parents first, the chunk itself not included. What a hole cut off is left out."""
         directory = cast("PrefixDirectory[M] | None", chunk.directory)
         if directory is None:
             return
-        follower = cast("M | None", chunk.next)
-        while follower is not None:
-            yield follower
-            follower = cast("M | None", follower.next)
+        run = [chunk, *self._followers(chunk)]
+        yield from run[1:]
+        keys = {member.key for member in run}
         for branch in directory.subdirectories.values():
-            yield from branch.subtree()
+            if branch.built_on in keys:
+                yield from branch.subtree()
+
+    def _followers(self, chunk: M) -> Iterator[M]:
+        """The run behind a chunk, up to the first hole."""
+        follower = cast("M | None", chunk.next)
+        while follower is not None and follower.parent == chunk.key:
+            yield follower
+            chunk, follower = follower, cast("M | None", follower.next)
 
     def _continues(self, branch: PrefixDirectory[M], parent: M) -> bool:
-        first = branch._first
-        return first is not None and first.parent == parent.key
+        return branch.built_on == parent.key and not branch.is_empty
 
-    def _new_directory(self, key: Key, parent: PrefixDirectory[M] | None) -> PrefixDirectory[M]:
-        """A directory of this name; an empty one that is still kept is taken again."""
+    def _new_directory(self, first: M, parent: PrefixDirectory[M] | None) -> PrefixDirectory[M]:
+        """A directory that bears the key of `first`; one that is there already is taken again."""
         siblings = parent.subdirectories if parent else self.directories
-        directory = siblings.get(key.hex())
+        directory = siblings.get(first.key.hex())
         if directory is None:
-            directory = siblings[key.hex()] = PrefixDirectory(self, key, parent, next(self._next_inode))
+            directory = PrefixDirectory(self, first.key, parent, first.parent, next(self._next_inode))
+            siblings[directory.name] = directory
         return directory
 
     def _split(self, home: PrefixDirectory[M], first: M) -> list[M]:
-        """Move `first` and what follows it, with the branches behind, into a directory inside `home`."""
+        """Move `first` and what is built on it, with the branches there, into a directory inside `home`."""
         moved = [first, *self._followers(first)]
-        branches = dict(home.subdirectories)
+        directory = self._new_directory(first, home)
+        keys = {chunk.key for chunk in moved}
+        for branch in [branch for branch in home.subdirectories.values() if branch.built_on in keys]:
+            del home.subdirectories[branch.name]
+            branch.parent = directory
+            directory.subdirectories[branch.name] = branch
         for chunk in moved:
             home._unlink(chunk)
-        home.subdirectories.clear()
-        directory = self._new_directory(first.key, home)
-        for name, branch in branches.items():
-            branch.parent = directory
-            directory.subdirectories[name] = branch
-        for chunk in moved:
             directory._link(chunk)
         return moved
-
-    def _followers(self, chunk: M) -> Iterator[M]:
-        follower = cast("M | None", chunk.next)
-        while follower is not None:
-            yield follower
-            follower = cast("M | None", follower.next)

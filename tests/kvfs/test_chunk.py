@@ -134,7 +134,7 @@ def test_padding_is_declared() -> None:
 def test_every_header_byte_counts(name: str) -> None:
     """Whichever byte of the header is flipped, whichever way, the header is not accepted as that chunk's."""
     namespace = NAMESPACES[name]
-    geo, facts, raw = build(namespace)
+    geo, _, raw = build(namespace)
     for mask in (0x01, 0x20, 0x80, 0xFF):
         for offset in range(geo.header_bytes):
             damaged = bytearray(raw)
