@@ -3,13 +3,14 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest -q
 
-.PHONY: help setup demo test check lint format soak clean
+.PHONY: help setup demo test check lint format bench soak clean
 
 help:
 	@echo 'make demo    run a prompt cold, warm, after a restart and after its eviction, on a real mount'
 	@echo 'make test    the tests, real mounts included'
 	@echo 'make check   what CI checks: lint, types, layers, tests'
 	@echo 'make format  bring the sources into the form that `make check` asks for'
+	@echo 'make bench   what each path reaches, beside the limit of the hardware, some minutes'
 	@echo 'make soak    the long tests: kill -9 loops'
 	@echo 'make clean   remove .venv and what was built'
 
@@ -35,6 +36,9 @@ check: lint
 format: setup
 	.venv/bin/ruff check --fix-only .
 	.venv/bin/ruff format .
+
+bench: setup
+	.venv/bin/kvfs bench
 
 soak: setup
 	$(PYTEST) -m slow

@@ -17,6 +17,7 @@ import typer
 import kvfs
 from kvfs.errors import KvfsError, UsageError
 from kvfs.tools import ls, mount, status, umount
+from kvfs.tools.bench import command as bench
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -74,6 +75,7 @@ app.command("mount", epilog=mount.EXAMPLES)(tells_errors(mount.mount))
 app.command("umount", epilog=umount.EXAMPLES)(tells_errors(umount.umount))
 app.command("status", epilog=status.EXAMPLES)(tells_errors(status.status))
 app.command("ls", epilog=ls.EXAMPLES)(tells_errors(ls.list_cache))
+app.command("bench", epilog=bench.EXAMPLES)(tells_errors(bench.bench))
 
 
 def main() -> None:

@@ -1,0 +1,91 @@
+"""The command: runs the rows, shows a table or JSON, leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import kvfs
+from kvfs.errors import UsageError
+from kvfs.tools.bench import rig, rows
+
+EXAMPLES = """
+[bold]kvfs bench[/bold]
+
+Everything, some minutes: 15 GiB of disk below the current directory and 7 GiB of memory for a while.
+
+[bold]kvfs bench --dir /data --quick --json[/bold]
+
+On the device of /data, fewer rounds, for scripts.
+"""
+
+_NEEDED_BYTES = 16 << 30
+_SHAPES = ((rig.Shape(32 << 20, 32), 1), (rig.Shape(1 << 20, 16), 8))
+
+
+def bench(
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Directory on the device to measure; emptied of our files afterwards.")
+    ] = Path(),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 7,
+    quick: Annotated[bool, typer.Option("--quick", help="Three rounds, no fresh volumes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
+) -> None:
+    """Measure what each path reaches, beside the limit of the hardware, in one run and in turns.
+
+    ratio is speed ÷ limit for GB/s (1 is the most there can be) and time ÷ limit for ms (1 is the least).
+    """
+    free = os.statvfs(directory)
+    if free.f_bavail * free.f_frsize < _NEEDED_BYTES:
+        raise UsageError(f"the benchmark needs {_NEEDED_BYTES >> 30} GiB of free disk at {directory.resolve()}")
+    rounds = 3 if quick else rounds
+    fresh_rounds = 0 if quick else max(1, rounds // 2)
+    console = Console(stderr=True)
+    found: list[rows.Row] = []
+    with rig.scratch(directory) as scratch, console.status("starting") as status:
+        for shape, num_sets in _SHAPES:
+            found += rows.transfers(shape, _below(scratch), num_sets, rounds, fresh_rounds, status.update)
+        found += rows.prompts(_below(scratch), rounds, status.update)
+        found += rows.files(_below(scratch), rounds, status.update)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        return
+    console = Console()
+    console.print(_table(found))
+    console.print(
+        f"kvfs {kvfs.__version__}, Python {platform.python_version()}, Linux {platform.release()}, {rounds} rounds"
+    )
+
+
+def _below(scratch: Path) -> Path:
+    """A directory of its own for each part."""
+    path = scratch / str(len(list(scratch.iterdir())))
+    path.mkdir()
+    return path
+
+
+def _table(found: list[rows.Row]) -> Table:
+    table = Table(title="kvfs bench")
+    columns: list[tuple[str, Any]] = [
+        ("path", "left"),
+        ("chunk", "right"),
+        ("measured", "right"),
+        ("limit", "right"),
+        ("", "left"),
+        ("ratio", "right"),
+    ]
+    for name, justify in columns:
+        table.add_column(name, justify=justify)
+    for row in found:
+        unit = "GB/s" if row.gb_s is not None else "ms"
+        value = row.gb_s if row.gb_s is not None else row.ms
+        chunk = f"{row.chunk_bytes >> 20} MiB" if row.chunk_bytes else ""
+        table.add_row(row.name, chunk, f"{value:g} {unit}", f"{row.limit:g} {unit}", row.limit_name, f"{row.ratio:.2f}")
+    return table

@@ -1,0 +1,210 @@
+"""What the benchmark runs on: a daemon and a mount of its own, models that exist in name only, memory to copy between."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from kvfs import keys
+from kvfs.arena import MADV_POPULATE_WRITE
+from kvfs.chunk import geometry
+from kvfs.client import Client, NewChunk, StoreStatus, Tier, new_chunk
+from kvfs.config import Settings
+from kvfs.errors import UnavailableError, UsageError
+from kvfs.mount import mountpoint
+from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
+from kvfs.tools import background, mounted
+
+WINDOW_BYTES = 64 << 20
+TOKENS_PER_CHUNK = 256
+_QUIET_S = 60.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Chunks of one size: `num_layers` layers of two equal tensors."""
+
+    chunk_bytes: int
+    num_layers: int
+
+    @property
+    def namespace(self) -> Namespace:
+        """A namespace whose chunks have this payload."""
+        half = self.chunk_bytes // self.num_layers // 2
+        tensor = (TOKENS_PER_CHUNK, half // TOKENS_PER_CHUNK)
+        specs = tuple(TensorSpec(name, "U8", tensor, 0) for name in ("k", "v"))
+        identity = Identity(
+            model=f"bench-{self.chunk_bytes >> 10}KiB", revision="1", kv_dtype="U8", layout="bench",
+            num_layers=self.num_layers, num_kv_heads=1, head_size=half // TOKENS_PER_CHUNK,
+            tokens_per_chunk=TOKENS_PER_CHUNK,
+        )  # fmt: skip
+        return Namespace(identity, (LayerRun(self.num_layers, specs),))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A chain of full chunks."""
+
+    chain: keys.KeyChain
+
+    @classmethod
+    def random(cls, namespace: Namespace, num_chunks: int, seed: int) -> Prompt:
+        """The chain of a random prompt, the same for the same seed."""
+        tokens = array("I", random.Random(seed).choices(range(50_000), k=num_chunks * TOKENS_PER_CHUNK))
+        return cls(keys.KeyChain(keys.root(namespace.identity.fingerprint()), TOKENS_PER_CHUNK, tokens))
+
+    @property
+    def chains(self) -> list[keys.ChainHash]:
+        """The chain values."""
+        return self.chain.chains
+
+    def new_chunks(self, start: int, stop: int) -> list[NewChunk]:
+        """What `Client.store` takes for some of the chunks."""
+        return [new_chunk(self.chains[i], self.chain.parent_of(i), i, TOKENS_PER_CHUNK) for i in range(start, stop)]
+
+
+def anonymous(size_bytes: int) -> memoryview:
+    """Touched anonymous memory, in huge pages where the system gives them."""
+    mapped = mmap.mmap(-1, size_bytes)
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    mapped.madvise(MADV_POPULATE_WRITE)
+    return memoryview(mapped)
+
+
+def noise(size_bytes: int) -> memoryview:
+    """Memory full of bytes that do not compress, every 4 KiB different."""
+    memory = anonymous(size_bytes)
+    block = os.urandom(1 << 20)
+    for start in range(0, size_bytes, len(block)):
+        stop = min(start + len(block), size_bytes)
+        memory[start:stop] = block[: stop - start]
+        for os_page in range(start, stop, 4096):
+            memory[os_page : os_page + 8] = os_page.to_bytes(8, "little")
+    return memory
+
+
+class Daemon:
+    """A daemon in a process of its own, with its mount. Attributes: mount, volume_directory."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.mount = settings.mountpoint
+        self.volume_directory = Path(settings.nvme_directory or "/")
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        read_fd, write_fd = os.pipe()
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "kvfs.tools.cli",
+                "mount",
+                *background.flags(self._settings),
+                f"--report-fd={write_fd}",
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[write_fd],
+            start_new_session=True,
+        )
+        os.close(write_fd)
+        word = os.read(read_fd, 4096)
+        os.close(read_fd)
+        if word != background.READY:
+            self._process.wait()
+            raise UsageError(word.decode(errors="replace") or "the daemon of the benchmark did not start")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        process = self._process
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_QUIET_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            mountpoint.unmount(self.mount, lazy=True)
+
+    def wait_until_clean(self) -> None:
+        """Return when nothing is dirty. Raises UnavailableError after a minute."""
+        give_up = time.monotonic() + _QUIET_S
+        while mounted.read_status(self.mount)["num_dirty"]:
+            if time.monotonic() > give_up:
+                raise UnavailableError("chunks stay dirty: is the disk full?")
+            time.sleep(0.002)
+
+    @property
+    def arena_kind(self) -> str:
+        """Which form the arena has."""
+        return str(mounted.read_status(self.mount)["ram"]["kind"])
+
+
+@contextlib.contextmanager
+def scratch(directory: Path | None) -> Iterator[Path]:
+    """An empty directory that is gone afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="kvfs-bench-", dir=directory))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def settings(directory: Path, name: str, ram_bytes: int, nvme_bytes: int) -> Settings:
+    """Settings of a daemon whose files all lie below `directory`."""
+    return Settings(
+        mountpoint=str(directory / f"mount-{name}"), ram_bytes=ram_bytes, nvme_directory=str(directory / f"volume-{name}"),
+        nvme_bytes=nvme_bytes, window_bytes=WINDOW_BYTES, log_level="warning",
+    )  # fmt: skip
+
+
+def store(client: Client, prompt: Prompt, source: memoryview) -> float:
+    """Store a prompt whose payloads lie one after the other in `source`; returns seconds as the engine sees them."""
+    size = geometry(client.namespace, TOKENS_PER_CHUNK).payload_bytes
+    group = max(1, WINDOW_BYTES // 2 // size)
+    started = time.perf_counter()
+    for start in range(0, len(prompt.chains), group):
+        stop = min(start + group, len(prompt.chains))
+        reservations = client.store(prompt.new_chunks(start, stop))
+        for index, reservation in enumerate(reservations, start):
+            if reservation.payload is None:
+                raise UnavailableError(f"a store was refused: {reservation.status.name}")
+            reservation.payload[:] = source[index * size : (index + 1) * size]
+        if any(status is not StoreStatus.STORED for status in client.publish(reservations)):
+            raise UnavailableError("a chunk could not be published")
+    return time.perf_counter() - started
+
+
+def load(client: Client, chains: Sequence[keys.ChainHash], target: memoryview, source: Tier) -> float:
+    """Load chunks, verified, into `target` (used as a ring); returns seconds. All must come from the tier `source`."""
+    started = time.perf_counter()
+    position = 0
+    loading = client.load(chains, deadline_s=60.0, stream=True)
+    if loading is None:
+        raise UnavailableError("the load failed")
+    with loading:
+        if any(found is not source for found in loading.sources):
+            raise UnavailableError(f"the chunks were not all on {source.name}: {set(loading.sources)}")
+        for layer in range(client.namespace.num_layers):
+            for index in range(loading.num_chunks):
+                found = loading.layer(index, layer)
+                if position + len(found) > len(target):
+                    position = 0
+                target[position : position + len(found)] = found
+                position += len(found)
+    return time.perf_counter() - started
