@@ -40,7 +40,15 @@ def run(settings: Settings, ready: Callable[[], None]) -> None:
 
     Raises UsageError, in one sentence, for what cannot be mounted as asked. Must be called from the main thread.
     """
-    trio.run(_serve, settings, ready)
+    try:
+        trio.run(_serve, settings, ready)
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        if isinstance(error, BaseExceptionGroup):
+            raise
+        raise error from error.__cause__  # one thing went wrong: nurseries are no news to whoever called
 
 
 async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
@@ -121,7 +129,7 @@ def _mounted(operations: Operations, path: str, settings: Settings) -> Iterator[
         pyfuse3.init(operations, path, options)
     except RuntimeError as error:
         raise UsageError(
-            f"cannot mount on {path}: is there a /dev/fuse, and is fuse3 installed? (the reason stands above)"
+            f"cannot mount on {path}: the line before says why; is fuse3 installed, and may you open /dev/fuse?"
         ) from error
     mounted = _Mounted(path)
     try:

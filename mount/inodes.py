@@ -30,7 +30,7 @@ class Inodes:
 
     def __init__(self) -> None:
         self._nodes: dict[int, Counted] = {}
-        self._counts: dict[int, int] = {}
+        self._extra: dict[int, int] = {}  # counts above one: few, and `ls` of a million names need not pay for them
         self._lingering: deque[tuple[float, PrefixDirectory[Chunk]]] = deque()
 
     def __len__(self) -> int:
@@ -43,20 +43,20 @@ class Inodes:
     def remember(self, node: Counted) -> None:
         """The kernel is told of a node once more."""
         inode = node.inode
-        count = self._counts.get(inode, 0)
-        self._counts[inode] = count + 1
-        if not count:
-            self._nodes[inode] = node
-            if isinstance(node, PrefixDirectory):
-                node.keep += 1
+        if inode in self._nodes:
+            self._extra[inode] = self._extra.get(inode, 0) + 1
+            return
+        self._nodes[inode] = node
+        if isinstance(node, PrefixDirectory):
+            node.keep += 1
 
     def forget(self, inode: int, count: int, now_s: float) -> None:
         """The kernel gives `count` back. What it was never told is ignored."""
-        left = self._counts.get(inode, 0) - count
-        if left > 0:
-            self._counts[inode] = left
+        extra = self._extra.pop(inode, 0)
+        if count <= extra:
+            if count < extra:
+                self._extra[inode] = extra - count
             return
-        self._counts.pop(inode, None)
         node = self._nodes.pop(inode, None)
         if isinstance(node, PrefixDirectory):
             self._lingering.append((now_s + LINGER_S, node))
@@ -74,6 +74,6 @@ class Inodes:
             if isinstance(node, PrefixDirectory):
                 node.keep -= 1
         self._nodes.clear()
-        self._counts.clear()
+        self._extra.clear()
         while self._lingering:
             self._lingering.popleft()[1].keep -= 1

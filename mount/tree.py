@@ -149,7 +149,8 @@ class Tree:
             return cast(ChunkTable, parent.table).prefixes.directories.get(_text(name))
         if parent.role is Role.ROOT and (nodes := self._nodes_of(name)) is not None:
             return nodes.directory
-        return next((node for node in self.entries(parent) if self.name(node) == name), None)
+        fixed = self._top if parent.role is Role.ROOT else self.entries(parent)
+        return next((node for node in fixed if self.name(node) == name), None)
 
     def entries(self, directory: Node) -> list[Node]:
         """What a directory holds now; raises Refused (ENOTDIR).

@@ -94,6 +94,21 @@ def test_what_cannot_be_mounted_on_is_refused(daemon: Any, tmp_path: Path) -> No
     assert os.listdir(daemon.run_directory) == []
 
 
+def test_a_mount_that_the_system_refuses(daemon: Any) -> None:
+    """The store is open by then: it is closed again, and there is a sentence and no traceback."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can hide /dev/fuse from a process")
+    hidden = ["unshare", "--mount", "sh", "-c", 'mount --bind /dev/null /dev/fuse && exec "$@"', "sh"]
+    result = subprocess.run(
+        [*hidden, *daemon.command()], capture_output=True, text=True, check=False, timeout=60, cwd="/"
+    )
+    assert result.returncode == 2, result.stderr
+    assert f"kvfs: cannot mount on {daemon.path}" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert os.listdir(daemon.run_directory) == []
+    daemon.start()
+
+
 def test_a_second_daemon_is_refused(mounted: Any, engine: Any) -> None:
     """On the same mount point, and on the same volume."""
     engine.store("a")

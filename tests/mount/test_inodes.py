@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import cast
+
+import pytest
 
 from kvfs.catalog import Catalog, Chunk, ChunkTable
 from kvfs.mount.inodes import LINGER_S, Inodes
@@ -26,6 +29,24 @@ def test_a_node_is_known_until_the_last_count_is_taken_back(add: Callable[[str],
     inodes.forget(chunk.inode, 1, 0)
     assert inodes.get(chunk.inode) is None
     assert len(inodes) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_counts_are_kept_in_any_order(add: Callable[[str], Chunk], seed: int) -> None:
+    """Known exactly as long as more was told than was taken back."""
+    source = random.Random(seed)
+    chunk = add("a")
+    inodes = Inodes()
+    count = 0
+    for _ in range(200):
+        if count and source.random() < 0.5:
+            taken = source.randint(1, count)
+            inodes.forget(chunk.inode, taken, 0)
+            count -= taken
+        else:
+            inodes.remember(chunk)
+            count += 1
+        assert (inodes.get(chunk.inode) is chunk) == (count > 0)
 
 
 def test_forgetting_more_than_was_told_does_no_harm(add: Callable[[str], Chunk]) -> None:
