@@ -82,6 +82,16 @@ class Chunk(Member):
         """Whether the bytes are in RAM only."""
         return self.ram != NOWHERE and self.nvme == NOWHERE
 
+    def prefix(self) -> list[Chunk]:
+        """What is stored of the chain that leads to this chunk, itself included, head first."""
+        found = [self]
+        above = self.table.chunks.get(self.parent)
+        while above is not None and above.position < found[-1].position:
+            found.append(above)
+            above = self.table.chunks.get(above.parent)
+        found.reverse()
+        return found
+
     @property
     def file_name(self) -> str:
         """The name of the chunk's file."""

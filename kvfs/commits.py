@@ -51,8 +51,10 @@ class Commits:
         self._round.batch.put.append(row)
 
     def delete(self, namespace: int, key: bytes) -> None:
-        """A chunk is gone. Tried again until it succeeds."""
-        self._round.batch.delete.append((namespace, key))
+        """A chunk is gone, and with it a row that is on its way. Tried again until it succeeds."""
+        batch = self._round.batch
+        batch.put = [row for row in batch.put if (row.namespace, row.key) != (namespace, key)]
+        batch.delete.append((namespace, key))
         self._wake.set()
 
     def used(self, last_used_ns: int, hits: int, namespace: int, key: bytes) -> None:

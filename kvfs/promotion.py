@@ -138,7 +138,7 @@ class Promoter:
             chunk.is_proven = True
             residency.ram.place(chunk, promotion.offset)
         else:
-            residency.ram.extents.free(promotion.offset, chunk.length)
+            residency.free_with_last_lease(chunk, promotion.offset)
             if isinstance(promotion.error, CorruptChunk):
                 drop_corrupt(residency, chunk, promotion.error)
         residency.release(chunk)

@@ -37,7 +37,8 @@ def recover(residency: Residency, nvme: NvmeTier, commits: Commits, index: Index
         allocator = ExtentAllocator(
             nvme.volume.capacity - SUPERBLOCK_BYTES, SUPERBLOCK_BYTES, ((chunk.nvme, chunk.length) for chunk in chunks)
         )
-        chunks.sort(key=lambda chunk: (chunk.last_used_ns, -chunk.position))
+        needed_ns = _last_needed(chunks)
+        chunks.sort(key=lambda chunk: (needed_ns.get(chunk, chunk.last_used_ns), -chunk.position))
         for chunk in chunks:
             nvme.policy.insert(chunk)
     finally:
@@ -76,6 +77,18 @@ def _recover_chunks(
         chunk.hits = row.hits
         chunk.nvme = row.offset
         yield chunk
+
+
+def _last_needed(chunks: Iterable[Chunk]) -> dict[Chunk, int]:
+    """For chunks on which something was built that was used later than they: when that was. So leaves go first."""
+    found: dict[Chunk, int] = {}
+    for chunk in sorted(chunks, key=attrgetter("position"), reverse=True):
+        above = chunk.table.chunks.get(chunk.parent)
+        if above is not None:
+            used_ns = found.get(chunk, chunk.last_used_ns)
+            if used_ns > found.get(above, above.last_used_ns):
+                found[above] = used_ns
+    return found
 
 
 def _fits(row: ChunkRow, table: ChunkTable, capacity: int) -> bool:

@@ -15,14 +15,16 @@ they return and must be used before the next await.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Literal
 
 from kvfs.catalog import NOWHERE, Catalog, Chunk
 from kvfs.commits import Commits
+from kvfs.errors import UnavailableError
 from kvfs.ghosts import Ghost, Ghosts
 from kvfs.metrics import Counters, EventLog
+from kvfs.policies import Policy
 from kvfs.prefixes import PrefixDirectory
 from kvfs.system import System
 from kvfs.tiers.nvme import NvmeTier
@@ -61,6 +63,7 @@ class Residency:
         self.observers: list[Observer] = []
         self._system = system
         self.num_leases = 0
+        self._unfinished: dict[Chunk, list[int]] = {}
 
     # leases
 
@@ -73,8 +76,17 @@ class Residency:
         """End one hold; the last one gives back what a removed chunk still had."""
         chunk.leases -= 1
         self.num_leases -= 1
-        if chunk.is_removed and not chunk.leases:
+        if chunk.leases:
+            return
+        if self._unfinished:
+            for offset in self._unfinished.pop(chunk, ()):
+                self.ram.extents.free(offset, chunk.length)
+        if chunk.is_removed:
             self._give_back(chunk)
+
+    def free_with_last_lease(self, chunk: Chunk, offset: int) -> None:
+        """Give back an extent of the arena into which a leased chunk was read in part: holders may look at that part."""
+        self._unfinished.setdefault(chunk, []).append(offset)
 
     # coming and going
 
@@ -91,7 +103,7 @@ class Residency:
             self.ram.policy.demote(orphan)
             if self.nvme is not None:
                 self.nvme.policy.demote(orphan)
-        if self.commits is not None and chunk.nvme != NOWHERE:
+        if self.commits is not None:  # also for a dirty one: its row may be on its way
             self.commits.delete(chunk.table.number, chunk.key)
         self.ram.policy.remove(chunk)
         if self.nvme is not None:
@@ -121,6 +133,13 @@ class Residency:
         if extent is not None and self.commits is not None:
             self.commits.free_later(*extent)
 
+    def arrived(self, policy: Policy[Chunk], chunks: Collection[Chunk]) -> None:
+        """Chunks came into the tier of this policy: what they were built on was used too, so that leaves go first."""
+        parents = {(chunk.table.directory, chunk.parent) for chunk in chunks}
+        for chunk in chunks:
+            if not chunk.is_removed and (chunk.table.directory, chunk.key) not in parents:
+                policy.touch(chunk.prefix())
+
     # room
 
     def reserve_ram(self, length: int) -> int | None:
@@ -146,14 +165,21 @@ class Residency:
         """
         assert self.nvme is not None
         offsets: list[int] = []
+        sizes: list[int] = []
         for length in lengths:
             while (offset := self.nvme.extents.allocate(length)) is None:
                 victims = list(islice(self.nvme.policy.victims(lambda chunk: not chunk.leases), _VICTIMS_AT_ONCE))
                 if not victims or length > self.nvme.extents.capacity:
                     return offsets
                 self._evict_from_nvme(victims, length)
-                await self.settle()
+                try:
+                    await self.settle()
+                except UnavailableError:
+                    for extent in zip(offsets, sizes, strict=True):
+                        self.nvme.extents.free(*extent)
+                    raise
             offsets.append(offset)
+            sizes.append(length)
         return offsets
 
     def _evict_from_nvme(self, victims: list[Chunk], wanted: int) -> None:

@@ -10,7 +10,7 @@ consistent; after each `await` inside an `async` one the chunk may have been rem
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -253,6 +253,10 @@ class Store:
         self._make_visible(reservation, created_ns)
         return StoreStatus.STORED
 
+    def stored(self, chunks: Collection[Chunk]) -> None:
+        """These chunks were published together. Call it after the reply is out."""
+        self._residency.arrived(self._residency.ram.policy, chunks)
+
     def _make_visible(self, reservation: Reservation, created_ns: int) -> None:
         new = reservation.new
         chunk, moved = self.catalog.create(
@@ -279,7 +283,7 @@ class Store:
 
     async def remove(self, chunks: Iterable[Chunk], reason: str = "rm") -> None:
         """Remove chunks from every tier. It is durable when this returns; raises UnavailableError if it may not be."""
-        for chunk in list(chunks):
+        for chunk in sorted(chunks, key=lambda chunk: -chunk.position):  # leaves first: they have no descendants
             if not chunk.is_removed:
                 self.counters.removals += 1
                 self._residency.discard(chunk, reason)
@@ -330,11 +334,18 @@ class Store:
             return True
         return False
 
-    async def _run(self, nursery: trio.Nursery) -> None:
-        if self._writer is not None and self._residency.commits is not None:
-            nursery.start_soon(self._residency.commits.run)
-            nursery.start_soon(self._writer.run)
-            nursery.start_soon(self._save_use_now_and_then)
+    def _run(self, nursery: trio.Nursery, life: trio.CancelScope) -> None:
+        """Start what makes chunks durable; it lives until `life` is cancelled, though its surroundings be cancelled."""
+
+        async def live() -> None:
+            with life:
+                async with trio.open_nursery() as inner:
+                    if self._writer is not None and self._residency.commits is not None:
+                        inner.start_soon(self._residency.commits.run)
+                        inner.start_soon(self._writer.run)
+                        inner.start_soon(self._save_use_now_and_then)
+
+        nursery.start_soon(live)
 
     async def _save_use_now_and_then(self) -> None:
         while True:
@@ -385,13 +396,15 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
             commits.use(nvme.extents.free)
         async with trio.open_nursery() as nursery:
             store = Store(settings, system, residency, nursery, volume)
-            await store._run(nursery)
+            life = trio.CancelScope(shield=True)
+            store._run(nursery, life)
             try:
                 yield store
             finally:
                 with trio.CancelScope(shield=True):
                     if not await store.flush():
                         log.error("not everything could be written to NVMe; dirty chunks are lost")
+                life.cancel()
                 nursery.cancel_scope.cancel()
     finally:
         if index is not None:

@@ -18,15 +18,16 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+import trio
 
 from kvfs import keys
-from kvfs.catalog import ChunkTable
+from kvfs.catalog import Chunk, ChunkTable
 from kvfs.chunk import Geometry, checksum
 from kvfs.config import Settings
 from kvfs.intake import Reservation
@@ -215,6 +216,25 @@ async def publish_chunk(store: Store, reservation: Reservation, payload: bytes |
 async def store_chain(store: Store, table: ChunkTable, chain: KeyChain) -> list[StoreStatus]:
     """Store all chunks of a chain, one after the other."""
     return [await store_chunk(store, table, new) for new in new_chunks(chain)]
+
+
+async def read_all(store: Store, chunk: Chunk) -> bytes:
+    """The whole verified file of a chunk, as a reader of the mount gets it. Raises as `Store.read` does."""
+    store.lease(chunk)
+    try:
+        return bytes(await store.read(chunk, 0, chunk.length))
+    finally:
+        store.release(chunk)
+
+
+async def eventually(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
+    """Return when the condition holds; raises TimeoutError if it never does."""
+    try:
+        with trio.fail_after(deadline_s):
+            while not condition():  # noqa: ASYNC110 - a condition of other threads and processes
+                await trio.sleep(0.002)
+    except trio.TooSlowError as error:
+        raise TimeoutError(f"it did not come true within {deadline_s:g} s") from error
 
 
 # places

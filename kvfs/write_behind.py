@@ -80,11 +80,12 @@ class WriteBehind:
                     log.warning("writing to NVMe works again")
                     self._residency.events.append("recovered")
                     self._nvme.is_degraded = False
-                    retry_s = _FIRST_RETRY_S
             self._return_group(group, left)
             if left:
                 await trio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
+            else:
+                retry_s = _FIRST_RETRY_S
 
     def _take_group(self) -> list[Chunk]:
         """The oldest dirty chunks that are still wanted, leased."""
@@ -133,6 +134,7 @@ class WriteBehind:
             raise
         for chunk, offset in pairs:
             self._became_clean(chunk, offset, was_put=chunk in put)
+        self._residency.arrived(self._nvme.policy, [chunk for chunk, _ in pairs])
         return group[len(pairs) :]
 
     async def _transfer(self, pairs: list[tuple[Chunk, int]]) -> None:

@@ -27,7 +27,7 @@ from kvfs.chunk import align
 from kvfs.errors import CorruptChunk, KvfsError, ProtocolError, UsageError
 from kvfs.extents import ExtentAllocator
 from kvfs.intake import Reservation
-from kvfs.keys import split
+from kvfs.keys import Key, split
 from kvfs.promotion import Promotion
 from kvfs.store import Store
 
@@ -355,6 +355,8 @@ class Session:
                 nursery.start_soon(publish, index, *reserved, finished.checksums, self._window_fd, previous)
                 previous = turns[index]
         await self._send(m.Published(request.id, tuple(statuses)))
+        found = [self._attached.chunks.get(Key(finished.key)) for finished in request.chunks]
+        self._store.stored([chunk for chunk in found if chunk is not None])
 
 
 def _placement(
