@@ -2,8 +2,8 @@
 
 Concurrency: one event loop in the main thread. Two nurseries, one inside the other, because the order of the end
 matters: the FUSE main loop must answer as long as anything can ask it, so sessions and invalidations end first, then the
-mount goes while the loop still runs, then the loop; then the exit stack closes what was opened, the store last, which
-writes what is dirty. What ends the daemon is SIGTERM, SIGINT, or an unmount from outside; all three are a clean end.
+mount goes while the loop still runs, then the loop; then the exit stack closes what was opened, reads that a request
+did not wait for among them, the store last, which writes what is dirty. What ends the daemon is SIGTERM, SIGINT, or an unmount from outside; all three are a clean end.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
         signals = stack.enter_context(trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT))
         gc.collect()
         gc.freeze()  # a collection over a million loaded chunks takes 214 ms, measured; frozen ones are left out
-        operations = _operations(store, path, socket_path)
+        work = await stack.enter_async_context(trio.open_nursery())
+        stack.callback(work.cancel_scope.cancel)
+        operations = _operations(store, path, socket_path, work)
         store.on_change.append(operations.changed)
         stack.callback(store.on_change.remove, operations.changed)
         mounted = stack.enter_context(_mounted(operations, path, settings))
@@ -89,10 +91,10 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
     logger.info("ended")
 
 
-def _operations(store: Store, path: str, socket_path: str) -> Operations:
+def _operations(store: Store, path: str, socket_path: str, nursery: trio.Nursery) -> Operations:
     faults = Faults(store.counters)
     control = ControlFiles(store, path, socket_path)
-    return Operations(store, Tree(store.catalog, control.size, store.system.time_ns()), control, faults)
+    return Operations(store, Tree(store.catalog, control.size, store.system.time_ns()), control, faults, nursery)
 
 
 class _Mounted:

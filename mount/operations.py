@@ -20,10 +20,9 @@ import errno
 import functools
 import inspect
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pyfuse3
 import trio
@@ -61,6 +60,7 @@ MAX_QUEUED_FOR_TIER = 448
 TIER_DEADLINE_S = 30.0
 BLOCK_BYTES = 4096
 
+T = TypeVar("T")
 Handler = Callable[..., Awaitable[Any]]
 
 
@@ -114,11 +114,13 @@ class Operations(GuardedOperations):
     Attributes:
         tree, control, inodes, faults: see there.
         invalidations: names that the kernel is to drop.
+
+    `nursery` is for work that outlives the request it was begun for; it ends after the main loop.
     """
 
     supports_dot_lookup = False
 
-    def __init__(self, store: Store, tree: Tree, control: ControlFiles, faults: Faults) -> None:
+    def __init__(self, store: Store, tree: Tree, control: ControlFiles, faults: Faults, nursery: trio.Nursery) -> None:
         super().__init__()
         self.tree = tree
         self.control = control
@@ -127,6 +129,7 @@ class Operations(GuardedOperations):
         self.invalidations = Invalidations(pyfuse3.invalidate_entry)
         self._store = store
         self._xattrs = Xattrs(store)
+        self._nursery = nursery
         self._uid, self._gid = os.geteuid(), os.getegid()
         self._open: dict[int, OpenFile | OpenDirectory] = {}
         self._next_handle = 1
@@ -229,8 +232,7 @@ class Operations(GuardedOperations):
         # Any buffer will do; pyfuse3's annotation says bytes.
         if chunk.ram != NOWHERE:  # nothing to wait for
             return cast(bytes, await self._store.read(chunk, off, size))
-        async with self._waiting_for_tier():
-            return cast(bytes, await self._store.read(chunk, off, size))
+        return cast(bytes, await self._by_tier(chunk, lambda: self._store.read(chunk, off, size)))
 
     async def release(self, fh: FileHandleT) -> None:
         file = self._open.pop(fh, None)
@@ -243,8 +245,7 @@ class Operations(GuardedOperations):
         chunk = self.tree.chunk_to_unlink(self._node(parent_inode), name)
         self._unlinking[chunk.inode] = (parent_inode, name)
         try:
-            async with self._waiting_for_tier():
-                await self._store.remove([chunk], "rm")
+            await self._by_tier(chunk, lambda: self._store.remove([chunk], "rm"))
         finally:
             self._unlinking.pop(chunk.inode, None)
 
@@ -289,8 +290,7 @@ class Operations(GuardedOperations):
         value = self._xattrs.value_nowait(node, name)
         if value is not None:
             return value
-        async with self._waiting_for_tier():
-            return await self._xattrs.read_checksum(node)
+        return await self._by_tier(node, lambda: self._xattrs.read_checksum(node))
 
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
         node = self._node(inode)
@@ -378,17 +378,36 @@ class Operations(GuardedOperations):
         self._open[handle] = opened
         return handle
 
-    @asynccontextmanager
-    async def _waiting_for_tier(self) -> AsyncIterator[None]:
-        """For what may wait for a device: few at a time, not too many in line, and not for ever.
+    async def _by_tier(self, chunk: Chunk, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work` returns, which may wait for a device: few at a time, not too many in line, and not for ever.
 
-        Raises UnavailableError, or TooSlowError after `TIER_DEADLINE_S`.
+        It goes on in a task and under a lease of its own when nobody waits for it any more: a thread that hangs in
+        the kernel cannot be cancelled, but whoever reads the file can be told. (A process that waits for an answer of
+        ours cannot be killed, measured.) Raises UnavailableError, or TooSlowError after `TIER_DEADLINE_S`.
         """
         if self._tier.statistics().tasks_waiting >= MAX_QUEUED_FOR_TIER:
             raise UnavailableError("too many requests wait for a tier")
+        done = trio.Event()
+        results: list[T] = []
+        errors: list[Exception] = []
+
+        async def perform() -> None:
+            try:
+                async with self._tier:
+                    results.append(await work())
+            except Exception as error:  # noqa: BLE001 (raised below)
+                errors.append(error)
+            finally:
+                self._store.release(chunk)
+                done.set()
+
+        self._store.lease(chunk)
+        self._nursery.start_soon(perform)
         with trio.fail_after(TIER_DEADLINE_S):
-            async with self._tier:
-                yield
+            await done.wait()
+        if errors:
+            raise errors[0]
+        return results[0]
 
 
 def _read_only(name: bytes) -> FUSEError:

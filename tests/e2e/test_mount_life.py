@@ -172,3 +172,23 @@ def test_the_mount_point_may_have_a_blank_in_its_name(daemon: Any, engines: Any)
     daemon.start()
     assert daemon.stop() == 0
     assert not is_mounted(daemon)
+
+
+def test_rotten_bytes_are_never_shown(daemon: Any, engines: Any, wait: Any) -> None:
+    """A bit that flipped on the volume is an error to whoever reads the file, and the chunk is dropped."""
+    daemon.start()
+    engines(daemon.path).store("abc")
+    assert daemon.stop() == 0
+    [volume] = [path for path in daemon.directory.glob("volume/*") if b"b" * 2048 in path.read_bytes()]
+    data = bytearray(volume.read_bytes())
+    data[data.index(b"b" * 2048) + 1234] ^= 1
+    volume.write_bytes(data)
+    daemon.start()
+    engine = engines(daemon.path)
+    assert engine.file("a").read_bytes()[-4096:-2048] == b"a" * 2048
+    with pytest.raises(OSError, match="Input/output error"):
+        engine.file("ab").read_bytes()
+    wait(lambda: not engine.file("ab").exists(), "its name goes", 0.5)
+    events = [json.loads(line) for line in (daemon.path / ".kvfs/events").read_text().splitlines()]
+    assert [event["event"] for event in events if event.get("key") == engine.key("ab")] == ["corrupt"]
+    assert engine.client.match(engine.chains("abc")).count == 1

@@ -104,10 +104,10 @@ def settings(tmp_path: Path, *, nvme: bool = False) -> Settings:
     return Settings(mountpoint=str(tmp_path / "m"), ram_bytes=4 << 20, huge_pages="never", **volume)
 
 
-def operations_on(store: Store) -> Operations:
+def operations_on(store: Store, nursery: trio.Nursery) -> Operations:
     control = ControlFiles(store, "/mnt/x", "/run/x/session.sock")
     tree = Tree(store.catalog, control.size, store.system.time_ns())
-    operations = Operations(store, tree, control, Faults(store.counters))
+    operations = Operations(store, tree, control, Faults(store.counters), nursery)
     store.on_change.append(operations.changed)
     return operations
 
@@ -144,10 +144,10 @@ async def walk(operations: Operations, *names: str) -> Any:
     return entry
 
 
-async def test_a_chunk_is_leased_while_it_is_open(tmp_path: Path, namespace: Namespace) -> None:
+async def test_a_chunk_is_leased_while_it_is_open(tmp_path: Path, namespace: Namespace, nursery: trio.Nursery) -> None:
     """Removed meanwhile, it is readable until the last RELEASE, and then its inode goes with the last FORGET."""
     async with open_store(settings(tmp_path)) as store:
-        operations = operations_on(store)
+        operations = operations_on(store, nursery)
         [chunk] = await publish(store, namespace)
         chunks = await walk(operations, namespace.directory, "chunks")
         entry = await operations.lookup(chunks.st_ino, chunk.file_name.encode(), CONTEXT)
@@ -166,9 +166,9 @@ async def test_a_chunk_is_leased_while_it_is_open(tmp_path: Path, namespace: Nam
         assert await errno_from(operations.getattr(entry.st_ino, CONTEXT)) == errno.ESTALE
 
 
-async def test_reads_end_at_the_end(tmp_path: Path, namespace: Namespace) -> None:
+async def test_reads_end_at_the_end(tmp_path: Path, namespace: Namespace, nursery: trio.Nursery) -> None:
     async with open_store(settings(tmp_path)) as store:
-        operations = operations_on(store)
+        operations = operations_on(store, nursery)
         [chunk] = await publish(store, namespace)
         entry = await walk(operations, namespace.directory, "chunks", chunk.file_name)
         opened = await operations.open(entry.st_ino, os.O_RDONLY, CONTEXT)
@@ -181,10 +181,12 @@ async def test_reads_end_at_the_end(tmp_path: Path, namespace: Namespace) -> Non
         assert chunk.leases == 0
 
 
-async def test_the_kernel_is_told_of_the_other_name(tmp_path: Path, namespace: Namespace) -> None:
+async def test_the_kernel_is_told_of_the_other_name(
+    tmp_path: Path, namespace: Namespace, nursery: trio.Nursery
+) -> None:
     """Of the name being unlinked the kernel knows itself."""
     async with open_store(settings(tmp_path)) as store:
-        operations = operations_on(store)
+        operations = operations_on(store, nursery)
         dropped: list[tuple[int, bytes]] = []
         operations.invalidations.put = dropped.append  # type: ignore[method-assign]
         a, b, c = await publish(store, namespace, 3)
@@ -199,10 +201,12 @@ async def test_the_kernel_is_told_of_the_other_name(tmp_path: Path, namespace: N
         assert sorted(dropped) == sorted([(place, b.file_name.encode()) for place in (chunks.st_ino, run.st_ino)])
 
 
-async def test_what_the_kernel_does_not_know_it_is_not_told_of(tmp_path: Path, namespace: Namespace) -> None:
+async def test_what_the_kernel_does_not_know_it_is_not_told_of(
+    tmp_path: Path, namespace: Namespace, nursery: trio.Nursery
+) -> None:
     """An eviction run over a million chunks that nobody listed costs nothing here."""
     async with open_store(settings(tmp_path)) as store:
-        operations = operations_on(store)
+        operations = operations_on(store, nursery)
         dropped: list[tuple[int, bytes]] = []
         operations.invalidations.put = dropped.append  # type: ignore[method-assign]
         await store.remove(await publish(store, namespace, 3), "evict")
@@ -210,7 +214,7 @@ async def test_what_the_kernel_does_not_know_it_is_not_told_of(tmp_path: Path, n
 
 
 async def test_a_hung_tier_leaves_the_rest_of_the_mount_alone(
-    tmp_path: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, namespace: Namespace, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few requests wait for a device, some stand in line, more fail at once: the main loop has tasks left."""
     monkeypatch.setattr(operations_module, "MAX_QUEUED_FOR_TIER", 10)
@@ -221,7 +225,7 @@ async def test_a_hung_tier_leaves_the_rest_of_the_mount_alone(
         store = await stack.enter_async_context(open_store(settings(tmp_path, nvme=True), system))
         stack.callback(system.go.set)
         system.go.clear()
-        operations = operations_on(store)
+        operations = operations_on(store, nursery)
         [chunk] = store.catalog.chunks()
         assert chunk.nvme >= 0
         assert chunk.ram < 0
@@ -232,9 +236,9 @@ async def test_a_hung_tier_leaves_the_rest_of_the_mount_alone(
         async def read() -> None:
             sizes.append(len(await operations.read(opened.fh, 0, 100)))
 
-        async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as readers:
             for _ in range(operations_module.MAX_WAITING_FOR_TIER + 10):
-                nursery.start_soon(read)
+                readers.start_soon(read)
             await trio.testing.wait_all_tasks_blocked(0.01)
             assert await errno_from(operations.read(opened.fh, 0, 100)) == errno.EIO
             assert (await operations.getattr(entry.st_ino, CONTEXT)).st_size == chunk.length
@@ -242,11 +246,35 @@ async def test_a_hung_tier_leaves_the_rest_of_the_mount_alone(
             system.go.set()
         assert sizes == [100] * (operations_module.MAX_WAITING_FOR_TIER + 10)
         await operations.release(opened.fh)
+        assert chunk.leases == 0
 
 
-async def test_a_file_of_a_stale_inode(tmp_path: Path) -> None:
+async def test_a_reader_of_a_hung_tier_is_told_in_time(
+    tmp_path: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read itself cannot be cancelled; it goes on, holding what it needs."""
+    monkeypatch.setattr(operations_module, "TIER_DEADLINE_S", 0.05)
+    async with open_store(settings(tmp_path, nvme=True)) as store:
+        await publish(store, namespace, 1)
+    system = BlockedSystem()
+    async with open_store(settings(tmp_path, nvme=True), system) as store, trio.open_nursery() as work:
+        operations = operations_on(store, work)
+        [chunk] = store.catalog.chunks()
+        entry = await walk(operations, namespace.directory, "chunks", chunk.file_name)
+        opened = await operations.open(entry.st_ino, os.O_RDONLY, CONTEXT)
+        system.go.clear()
+        try:
+            assert await errno_from(operations.read(opened.fh, 0, 100)) == errno.ETIMEDOUT
+            await operations.release(opened.fh)
+            assert chunk.leases == 1
+        finally:
+            system.go.set()
+    assert chunk.leases == 0
+
+
+async def test_a_file_of_a_stale_inode(tmp_path: Path, nursery: trio.Nursery) -> None:
     async with open_store(settings(tmp_path)) as store:
-        operations = operations_on(store)
+        operations = operations_on(store, nursery)
         for waiting in (
             operations.getattr(1 << 30, CONTEXT),
             operations.open(1 << 30, 0, CONTEXT),
@@ -257,9 +285,11 @@ async def test_a_file_of_a_stale_inode(tmp_path: Path) -> None:
             assert await errno_from(waiting) == errno.ESTALE
 
 
-async def test_control_files_are_as_they_were_when_they_were_opened(tmp_path: Path, namespace: Namespace) -> None:
+async def test_control_files_are_as_they_were_when_they_were_opened(
+    tmp_path: Path, namespace: Namespace, nursery: trio.Nursery
+) -> None:
     async with open_store(settings(tmp_path)) as store:
-        operations = operations_on(store)
+        operations = operations_on(store, nursery)
         entry = await walk(operations, ".kvfs", "status.json")
         opened = await operations.open(entry.st_ino, os.O_RDONLY, CONTEXT)
         before = await operations.read(opened.fh, 0, 1 << 20)
