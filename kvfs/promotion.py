@@ -10,6 +10,7 @@ whoever asked for it is gone: the bytes are as good for the next.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterable
 
@@ -19,7 +20,7 @@ from kvfs.catalog import Chunk
 from kvfs.chunk import geometry
 from kvfs.errors import CorruptChunk, KvfsError, UnavailableError
 from kvfs.residency import Residency
-from kvfs.tiers.nvme import NvmeTier, slices
+from kvfs.tiers.nvme import NvmeTier, slices, verify
 
 log = logging.getLogger(__name__)
 
@@ -28,20 +29,23 @@ class Promotion:
     """One chunk on its way into RAM.
 
     Attributes:
-        chunk: leased until the promotion ends; offset: where in the arena it goes.
+        chunk: leased until the promotion ends; offset: where in the arena it goes; buffer: the same bytes.
         pieces: what is read, in order; the header is in the first.
         layers: how many layers from the first are there, verified.
         error: why it failed, once it did.
         num_left: pieces that are not read yet, or given up.
+        has_header: set, from a thread, when the first piece is there or given up.
     """
 
-    def __init__(self, chunk: Chunk, offset: int) -> None:
+    def __init__(self, chunk: Chunk, offset: int, buffer: memoryview) -> None:
         self.chunk = chunk
         self.offset = offset
+        self.buffer = buffer
         self.pieces = list(slices(geometry(chunk.table.namespace, chunk.num_tokens)))
         self.layers = 0
         self.error: KvfsError | None = None
         self.num_left = len(self.pieces)
+        self.has_header = threading.Event()
         self._is_there = [False] * len(self.pieces)
         self._next_piece = 0
         self._changed = trio.Event()
@@ -86,7 +90,8 @@ class Promoter:
                     self._residency.counters.promotions_refused += 1
                     self._residency.release(chunk)
                 else:
-                    promotion = self._under_way[chunk] = Promotion(chunk, offset)
+                    buffer = self._residency.ram.view(offset, chunk.length)
+                    promotion = self._under_way[chunk] = Promotion(chunk, offset, buffer)
                     begun.append(promotion)
             promotions.append(promotion)
         if begun:
@@ -98,36 +103,54 @@ class Promoter:
         queue: deque[tuple[Promotion, int]] = deque()
         for number in range(max(len(promotion.pieces) for promotion in promotions)):
             queue.extend((promotion, number) for promotion in promotions if number < len(promotion.pieces))
+        token = trio.lowlevel.current_trio_token()
         async with trio.open_nursery() as nursery:
             for _ in range(min(self._nvme.num_threads, len(queue))):
-                nursery.start_soon(self._work, queue)
+                nursery.start_soon(self._nvme.in_thread, self._read_pieces, queue, token)
+        if self._under_way.keys().isdisjoint(promotion.chunk for promotion in promotions):
+            return
+        raise AssertionError("a promotion never ended")
 
-    async def _work(self, queue: deque[tuple[Promotion, int]]) -> None:
-        while queue:
-            promotion, number = queue.popleft()
-            if promotion.error is None:
-                await self._read_piece(promotion, number)
-            promotion.num_left -= 1
-            if promotion.num_left == 0:
-                self._finish(promotion)
-            promotion.notify()
+    def _read_pieces(self, queue: deque[tuple[Promotion, int]], token: trio.lowlevel.TrioToken) -> None:
+        """In a thread: read and verify piece after piece; hopping back for each would cost a tenth of the speed."""
+        while True:
+            try:
+                promotion, number = queue.popleft()
+            except IndexError:
+                trio.from_thread.run_sync(int)  # what was handed to the loop before this has been carried out
+                return
+            error = self._read_piece(promotion, number)
+            token.run_sync_soon(self._piece_ended, promotion, number, error)
 
-    async def _read_piece(self, promotion: Promotion, number: int) -> None:
+    def _read_piece(self, promotion: Promotion, number: int) -> KvfsError | None:
         chunk, piece = promotion.chunk, promotion.pieces[number]
-        buffer = self._residency.ram.view(promotion.offset, chunk.length)
         try:
-            await self._nvme.read(chunk, piece, buffer)
-            if number:  # the checksums are in the header, and that is in the first piece
-                await promotion.wait_for_layers(1)
             if promotion.error is None:
-                await self._nvme.verify(chunk, piece, buffer)
-                promotion.arrived(number)
+                self._nvme.read_now(chunk, piece, promotion.buffer)
+                if number:  # the checksums are in the header, and another thread may still be reading that
+                    promotion.has_header.wait()
+                if promotion.error is None:
+                    verify(chunk, piece, promotion.buffer)
         except CorruptChunk as error:
-            promotion.error = error
+            return error
         except OSError as error:
             log.error("chunk %s could not be read: %s", chunk.key.hex(), error)
-            self._residency.counters.io_errors += 1
-            promotion.error = UnavailableError(f"chunk {chunk.key.hex()} could not be read: {error}")
+            return UnavailableError(f"chunk {chunk.key.hex()} could not be read: {error}")
+        finally:
+            if number == 0:
+                promotion.has_header.set()
+        return None
+
+    def _piece_ended(self, promotion: Promotion, number: int, error: KvfsError | None) -> None:
+        if error is not None and promotion.error is None:
+            promotion.error = error
+            self._residency.counters.io_errors += isinstance(error, UnavailableError)
+        if promotion.error is None:
+            promotion.arrived(number)
+        promotion.num_left -= 1
+        if promotion.num_left == 0:
+            self._finish(promotion)
+        promotion.notify()
 
     def _finish(self, promotion: Promotion) -> None:
         """The last piece is there, or given up; nothing touches the extent any more."""

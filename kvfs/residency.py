@@ -99,10 +99,8 @@ class Residency:
         """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable."""
         if chunk.is_removed:
             return
-        for orphan in chunk.table.prefixes.descendants(chunk):
-            self.ram.policy.demote(orphan)
-            if self.nvme is not None:
-                self.nvme.policy.demote(orphan)
+        if chunk.position == 0 or chunk.parent in chunk.table.chunks:
+            self._demote_descendants(chunk)  # else that was done when its parent went
         if self.commits is not None:  # also for a dirty one: its row may be on its way
             self.commits.delete(chunk.table.number, chunk.key)
         self.ram.policy.remove(chunk)
@@ -114,6 +112,12 @@ class Residency:
         self.tell("removed", chunk, directory)
         if not chunk.leases:
             self._give_back(chunk)
+
+    def _demote_descendants(self, chunk: Chunk) -> None:
+        for orphan in chunk.table.prefixes.descendants(chunk):
+            self.ram.policy.demote(orphan)
+            if self.nvme is not None:
+                self.nvme.policy.demote(orphan)
 
     def discard_recovered(self, chunk: Chunk) -> None:
         """Forget a chunk of the index whose bytes on the volume belong to another; its extent is not freed."""

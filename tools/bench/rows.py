@@ -94,7 +94,7 @@ def transfers(
     pairs = Pairs()
     raw = limits.RawFile(directory / "raw", payload, IO_THREADS)
     raw.write(source, shape.chunk_bytes)
-    settings = rig.settings(directory, f"{shape.chunk_bytes}", whole + (4 << 20), 3 * whole + (8 << 20))
+    settings = rig.settings(directory, f"{shape.chunk_bytes}", whole, 3 * whole + (8 << 20))
     try:
         with rig.Daemon(settings) as daemon, Client(daemon.mount, namespace, deadline_s=30.0) as client:
             client.attach()
@@ -144,7 +144,7 @@ def _remove(daemon: rig.Daemon, directory: str, prompt: rig.Prompt) -> None:
 
 def _store_fresh(shape: rig.Shape, directory: Path, whole: int, source: memoryview, pairs: Pairs) -> None:
     directory.mkdir()
-    settings = rig.settings(directory, "f", whole + (4 << 20), whole + (8 << 20))
+    settings = rig.settings(directory, "f", whole, whole + (8 << 20))
     prompt = rig.Prompt.random(shape.namespace, len(source) // shape.chunk_bytes, 7)
     with rig.Daemon(settings) as daemon, Client(daemon.mount, shape.namespace, deadline_s=30.0) as client:
         client.attach()
