@@ -18,12 +18,14 @@ from kvfs.commits import Commits
 from kvfs.errors import CorruptChunk, FormatError, UsageError
 from kvfs.extents import ExtentAllocator
 from kvfs.index import ChunkRow, Index
-from kvfs.keys import Key
+from kvfs.keys import KEY_BYTES, Key
 from kvfs.residency import Residency
 from kvfs.tiers.nvme import NvmeTier, check_header
 from kvfs.volume import SUPERBLOCK_BYTES, aligned_buffer
 
 log = logging.getLogger(__name__)
+
+_MAX_POSITION = 1 << 32
 
 
 def recover(residency: Residency, nvme: NvmeTier, commits: Commits, index: Index) -> ExtentAllocator:
@@ -53,6 +55,8 @@ def _recover_tables(residency: Residency, index: Index) -> dict[int, ChunkTable]
     tables = {}
     for row in index.namespaces():
         try:
+            if not isinstance(row.document, bytes):
+                raise FormatError("it is not bytes")
             table = residency.catalog.table(namespaces.decode(row.document), row.created_ns)
         except (FormatError, UsageError) as error:
             log.error("namespace %s in the index is not readable, its chunks are dropped: %s", row.directory, error)
@@ -92,11 +96,20 @@ def _last_needed(chunks: Iterable[Chunk]) -> dict[Chunk, int]:
 
 
 def _fits(row: ChunkRow, table: ChunkTable, capacity: int) -> bool:
+    if not (_is_key(row.key) and _is_key(row.parent) and all(isinstance(number, int) for number in row[3:])):
+        return False
     try:
         length = geometry(table.namespace, row.num_tokens).file_bytes
     except UsageError:
         return False
+    if not 0 <= row.position < _MAX_POSITION:
+        return False
     return row.length == length and row.offset % 4096 == 0 and SUPERBLOCK_BYTES <= row.offset <= capacity - length
+
+
+def _is_key(value: object) -> bool:
+    """SQLite stores any type in any column."""
+    return isinstance(value, bytes) and len(value) == KEY_BYTES
 
 
 def _resolve_overlaps(residency: Residency, nvme: NvmeTier, chunks: list[Chunk]) -> list[Chunk]:

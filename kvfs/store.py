@@ -399,6 +399,7 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
             life = trio.CancelScope(shield=True)
             store._run(nursery, life)
             try:
+                await residency.settle()  # rows that were dropped are gone before their extents are used
                 yield store
             finally:
                 with trio.CancelScope(shield=True):
