@@ -4,10 +4,9 @@ Every handler is wrapped, when the class is made: KvfsError becomes the errno of
 unexpected becomes EIO, is counted and logged once; Cancelled passes. Without that, any exception but FUSEError would
 end the daemon for everybody (measured).
 
-Concurrency: handlers run as tasks of the FUSE main loop. Only `read` and `getxattr` of a chunk and `unlink` wait; at
-most `MAX_WAITING_FOR_TIER` of them do so at a time, `MAX_QUEUED_FOR_TIER` stand in line and further ones fail at once,
-all far below the `MAX_TASKS` of the main loop, so a hung device does not stop `ls`. All others run to their end without
-a checkpoint. What is read is leased from `open` to `release`, so a chunk that is removed stays readable where it is open.
+Concurrency: handlers run as tasks of the FUSE main loop. Only `read` and `getxattr` of a chunk and `unlink` wait, and
+they are bounded (`tier_work`), far below the `MAX_TASKS` of the main loop, so a hung device does not stop `ls`. All
+others run to their end without a checkpoint. What is read is leased from `open` to `release`, so a chunk that is removed stays readable where it is open.
 `flush` is left unimplemented on purpose: closing a file, and each fork+exec of a process that has one open, then never
 waits for the daemon.
 """
@@ -22,7 +21,7 @@ import inspect
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import pyfuse3
 import trio
@@ -43,11 +42,11 @@ from pyfuse3 import (
 )
 
 from kvfs.catalog import NOWHERE, Chunk
-from kvfs.errors import UnavailableError
 from kvfs.mount.control import ControlFiles
 from kvfs.mount.errnos import Faults
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations, Place
+from kvfs.mount.tier_work import TierWork
 from kvfs.mount.tree import SECTOR_BYTES, TIMEOUT_S, Fixed, Node, Role, Tree, is_directory, is_growing
 from kvfs.mount.xattrs import XATTRS, Xattrs
 from kvfs.prefixes import PrefixDirectory
@@ -55,12 +54,8 @@ from kvfs.residency import Change
 from kvfs.store import Store
 
 MAX_TASKS = 1024
-MAX_WAITING_FOR_TIER = 64
-MAX_QUEUED_FOR_TIER = 448
-TIER_DEADLINE_S = 30.0
 BLOCK_BYTES = 4096
 
-T = TypeVar("T")
 Handler = Callable[..., Awaitable[Any]]
 
 
@@ -129,12 +124,11 @@ class Operations(GuardedOperations):
         self.invalidations = Invalidations(pyfuse3.invalidate_entry)
         self._store = store
         self._xattrs = Xattrs(store)
-        self._nursery = nursery
         self._uid, self._gid = os.geteuid(), os.getegid()
         self._open: dict[int, OpenFile | OpenDirectory] = {}
         self._next_handle = 1
         self._unlinking: dict[int, Place] = {}  # by the chunk's inode: the name that the kernel drops itself
-        self._tier = trio.CapacityLimiter(MAX_WAITING_FOR_TIER)
+        self._tier = TierWork(store, nursery)
 
     # names and attributes
 
@@ -232,7 +226,7 @@ class Operations(GuardedOperations):
         # Any buffer will do; pyfuse3's annotation says bytes.
         if chunk.ram != NOWHERE:  # nothing to wait for
             return cast(bytes, await self._store.read(chunk, off, size))
-        return cast(bytes, await self._by_tier(chunk, lambda: self._store.read(chunk, off, size)))
+        return cast(bytes, await self._tier.run(chunk, lambda: self._store.read(chunk, off, size)))
 
     async def release(self, fh: FileHandleT) -> None:
         file = self._open.pop(fh, None)
@@ -245,7 +239,7 @@ class Operations(GuardedOperations):
         chunk = self.tree.chunk_to_unlink(self._node(parent_inode), name)
         self._unlinking[chunk.inode] = (parent_inode, name)
         try:
-            await self._by_tier(chunk, lambda: self._store.remove([chunk], "rm"))
+            await self._tier.run(chunk, lambda: self._store.remove([chunk], "rm"))
         finally:
             self._unlinking.pop(chunk.inode, None)
 
@@ -290,7 +284,7 @@ class Operations(GuardedOperations):
         value = self._xattrs.value_nowait(node, name)
         if value is not None:
             return value
-        return await self._by_tier(node, lambda: self._xattrs.read_checksum(node))
+        return await self._tier.run(node, lambda: self._xattrs.read_checksum(node))
 
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
         node = self._node(inode)
@@ -377,37 +371,6 @@ class Operations(GuardedOperations):
         self._next_handle += 1
         self._open[handle] = opened
         return handle
-
-    async def _by_tier(self, chunk: Chunk, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` returns, which may wait for a device: few at a time, not too many in line, and not for ever.
-
-        It goes on in a task and under a lease of its own when nobody waits for it any more: a thread that hangs in
-        the kernel cannot be cancelled, but whoever reads the file can be told. (A process that waits for an answer of
-        ours cannot be killed, measured.) Raises UnavailableError, or TooSlowError after `TIER_DEADLINE_S`.
-        """
-        if self._tier.statistics().tasks_waiting >= MAX_QUEUED_FOR_TIER:
-            raise UnavailableError("too many requests wait for a tier")
-        done = trio.Event()
-        results: list[T] = []
-        errors: list[Exception] = []
-
-        async def perform() -> None:
-            try:
-                async with self._tier:
-                    results.append(await work())
-            except Exception as error:  # noqa: BLE001 (raised below)
-                errors.append(error)
-            finally:
-                self._store.release(chunk)
-                done.set()
-
-        self._store.lease(chunk)
-        self._nursery.start_soon(perform)
-        with trio.fail_after(TIER_DEADLINE_S):
-            await done.wait()
-        if errors:
-            raise errors[0]
-        return results[0]
 
 
 def _read_only(name: bytes) -> FUSEError:

@@ -24,7 +24,7 @@ from kvfs.intake import Reservation
 from kvfs.keys import extend, key_of, root
 from kvfs.messages import NewChunk
 from kvfs.metrics import Counters
-from kvfs.mount import operations as operations_module
+from kvfs.mount import tier_work
 from kvfs.mount.control import ControlFiles
 from kvfs.mount.errnos import Faults
 from kvfs.mount.operations import GuardedOperations, Operations
@@ -217,7 +217,7 @@ async def test_a_hung_tier_leaves_the_rest_of_the_mount_alone(
     tmp_path: Path, namespace: Namespace, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few requests wait for a device, some stand in line, more fail at once: the main loop has tasks left."""
-    monkeypatch.setattr(operations_module, "MAX_QUEUED_FOR_TIER", 10)
+    monkeypatch.setattr(tier_work, "MAX_IN_LINE", 10)
     async with open_store(settings(tmp_path, nvme=True)) as store:
         await publish(store, namespace, 1)
     system = BlockedSystem()
@@ -237,14 +237,14 @@ async def test_a_hung_tier_leaves_the_rest_of_the_mount_alone(
             sizes.append(len(await operations.read(opened.fh, 0, 100)))
 
         async with trio.open_nursery() as readers:
-            for _ in range(operations_module.MAX_WAITING_FOR_TIER + 10):
+            for _ in range(tier_work.MAX_AT_WORK + 10):
                 readers.start_soon(read)
             await trio.testing.wait_all_tasks_blocked(0.01)
             assert await errno_from(operations.read(opened.fh, 0, 100)) == errno.EIO
             assert (await operations.getattr(entry.st_ino, CONTEXT)).st_size == chunk.length
             assert sizes == []
             system.go.set()
-        assert sizes == [100] * (operations_module.MAX_WAITING_FOR_TIER + 10)
+        assert sizes == [100] * (tier_work.MAX_AT_WORK + 10)
         await operations.release(opened.fh)
         assert chunk.leases == 0
 
@@ -253,7 +253,7 @@ async def test_a_reader_of_a_hung_tier_is_told_in_time(
     tmp_path: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The read itself cannot be cancelled; it goes on, holding what it needs."""
-    monkeypatch.setattr(operations_module, "TIER_DEADLINE_S", 0.05)
+    monkeypatch.setattr(tier_work, "DEADLINE_S", 0.05)
     async with open_store(settings(tmp_path, nvme=True)) as store:
         await publish(store, namespace, 1)
     system = BlockedSystem()
