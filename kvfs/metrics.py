@@ -43,6 +43,7 @@ class Counters:
     evictions_nvme: int = field(default=0, metadata={"help": "chunks evicted from NVMe, and so from everywhere"})
     removals: int = field(default=0, metadata={"help": "chunks removed by the user"})
     protocol_errors: int = field(default=0, metadata={"help": "malformed session messages"})
+    session_errors: int = field(default=0, metadata={"help": "sessions that ended by a defect inside kvfs"})
     mount_errors: int = field(default=0, metadata={"help": "file system requests that failed inside kvfs"})
 
 

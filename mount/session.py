@@ -71,6 +71,9 @@ class Sessions:
             await session.run()
         except* OSError as errors:  # the peer is gone
             log.debug("session of process %d broke: %s", pid, errors.exceptions)
+        except* Exception:  # noqa: BLE001 - a defect that one client's message brought out must not end all the others
+            self._store.counters.session_errors += 1
+            log.exception("a defect ended the session of process %d", pid)
         finally:
             self.num_open -= 1
             session.close()
