@@ -88,7 +88,7 @@ class Node:
 
 
 @pytest.fixture
-def start_node(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def start_node(tmp_path: Path) -> Callable[..., Any]:
     """A context manager that runs a node; nodes with the same name have the same volume."""
 
     @contextmanager
@@ -103,7 +103,7 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         finally:
             node.stop()
 
-    yield start
+    return start
 
 
 @pytest.fixture
