@@ -71,7 +71,7 @@ class Sessions:
             await session.run()
         except* OSError as errors:  # the peer is gone
             log.debug("session of process %d broke: %s", pid, errors.exceptions)
-        except* Exception:  # noqa: BLE001 - a defect that one client's message brought out must not end all the others
+        except* Exception:  # a defect that one client brought out must not end the sessions of all others
             self._store.counters.session_errors += 1
             log.exception("a defect ended the session of process %d", pid)
         finally:
