@@ -58,10 +58,13 @@ class Arena:
         self.view = memoryview(self._map)
 
     @classmethod
-    def create(cls, size_bytes: int, *, huge_pages: bool = True, window_budget_bytes: int = 0) -> Arena:
+    def create(
+        cls, size_bytes: int, *, huge_pages: bool = True, window_budget_bytes: int = 0, is_shared: bool = False
+    ) -> Arena:
         """Make and prefault an arena. Raises OSError (ENOMEM) if the memory is not there.
 
-        `window_budget_bytes` bounds what all windows together may take where they lie beside the arena.
+        `window_budget_bytes` bounds what all windows together may take where they lie beside the arena. With
+        `is_shared`, whoever is handed `fd` may write to it.
         """
         size_bytes = align(size_bytes)
         arena = None
@@ -73,7 +76,7 @@ class Arena:
         arena = arena or cls._on_memfd(size_bytes, huge_pages)
         try:
             arena._map.madvise(MADV_POPULATE_WRITE)
-            arena._seal()
+            arena._seal(0 if is_shared else _SEAL_FUTURE_WRITE)
         except OSError:
             arena.close()
             raise
@@ -107,11 +110,11 @@ class Arena:
             arena._map.madvise(mmap.MADV_HUGEPAGE)
         return arena
 
-    def _seal(self) -> None:
-        """A memfd can be sealed, so that not even the same user can write or truncate it any more."""
+    def _seal(self, future_write: int) -> None:
+        """A memfd can be sealed, so that not even the same user can truncate it, or write to it, any more."""
         if self._directory_fd is None:
             with contextlib.suppress(PermissionError):  # kernels before 5.1 lack FUTURE_WRITE
-                fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SHRINK | _SEAL_GROW)
+                fcntl.fcntl(self.fd, _F_ADD_SEALS, future_write | _SEAL_SHRINK | _SEAL_GROW)
 
     def create_window(self, size_bytes: int) -> int:
         """A descriptor of new shared memory that a client may write; the caller closes it. Raises OSError."""

@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from kvfs import messages as m
-from kvfs.chunk import Geometry, checksum, geometry
+from kvfs.chunk import geometry
 from kvfs.connection import Connection, find_socket
 from kvfs.errors import KvfsError, UnavailableError, UsageError
+from kvfs.handing_over import Publishing, Reservation
 from kvfs.keys import ChainHash, key_of
 from kvfs.loading import Load
 from kvfs.messages import NewChunk, StoreStatus, Tier
@@ -34,7 +34,6 @@ from kvfs.namespace import Namespace
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-_PUBLISH_DEADLINE_S = 30.0
 _MAX_CHUNKS_A_MESSAGE = 128
 
 
@@ -46,7 +45,6 @@ class ClientStatistics:
     loaded_ram: int = 0
     loaded_nvme: int = 0
     missed: int = 0
-    stored: int = 0
     refused: int = 0
     failures: int = 0
 
@@ -72,20 +70,6 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-
-@dataclass(eq=False)
-class Reservation:
-    """One chunk to be stored. If `status` is STORED, fill `payload` and hand this to `Client.publish`.
-
-    Attributes: payload: `geometry.payload_bytes` of the window, writable; None unless there is a slot.
-    """
-
-    chunk: NewChunk
-    geometry: Geometry
-    status: StoreStatus
-    payload: memoryview | None = field(default=None, repr=False)
-    _connection: Connection | None = field(default=None, repr=False)
 
 
 class Client:
@@ -228,16 +212,15 @@ class Client:
         if connection is None:
             return 0
         try:
-            return len(connection.window(self._window_bytes, self.deadline_s))
+            window = connection.window(self._window_bytes, self.deadline_s)
+            return min(len(window), connection.max_in_flight_bytes)
         except KvfsError as error:
             self._failed(error)
             return 0
 
     def store(self, chunks: Sequence[NewChunk]) -> list[Reservation]:
         """Reserve room for chunks; see `Reservation`. A failing cache, or a full window, refuses."""
-        reservations = [
-            Reservation(chunk, geometry(self.namespace, chunk.num_tokens), StoreStatus.REFUSED) for chunk in chunks
-        ]
+        reservations = [Reservation(chunk, geometry(self.namespace, chunk.num_tokens)) for chunk in chunks]
         connection = self._attached()
         if connection is None:
             return reservations
@@ -252,7 +235,7 @@ class Client:
                     if slot.status is StoreStatus.STORED:
                         end = slot.offset + reservation.geometry.payload_bytes
                         reservation.payload = window[slot.offset : end]
-                        reservation._connection = connection
+                        reservation.connection = connection
         except KvfsError as error:
             self._failed(error)
         self.statistics.refused += sum(reservation.status is StoreStatus.REFUSED for reservation in reservations)
@@ -263,33 +246,20 @@ class Client:
 
         Reservations without a slot are passed over.
         """
-        filled = [reservation for reservation in reservations if reservation.payload is not None]
-        size = max(1, min(_MAX_CHUNKS_A_MESSAGE, m.MAX_MESSAGE_BYTES // (64 + 8 * self.namespace.num_layers)))
-        for start in range(0, len(filled), size):
-            self._publish(filled[start : start + size])
-        return [reservation.status for reservation in reservations]
+        return self.publish_later(reservations).wait()
 
-    def _publish(self, part: Sequence[Reservation]) -> None:
-        connection = part[0]._connection
-        chunks = tuple(m.Finished(reservation.chunk.chain[:16], _pack_checksums(reservation)) for reservation in part)
-        statuses: Sequence[StoreStatus] = [StoreStatus.REFUSED] * len(part)
-        if connection is not None and not connection.is_broken:
-            try:
-                request = m.Publish(connection.next_id(), chunks)
-                statuses = connection.ask(request, m.Published, _PUBLISH_DEADLINE_S).statuses
-            except KvfsError as error:
-                self._failed(error)
-        for reservation, status in zip(part, statuses, strict=True):
-            reservation.status = status
-            reservation.payload = None
-            self.statistics.stored += status is StoreStatus.STORED
+    def publish_later(self, reservations: Sequence[Reservation]) -> Publishing:
+        """The same, without waiting: fill the next chunks meanwhile, then `Publishing.wait`."""
+        publishing = Publishing(reservations, self._failed)
+        publishing.begin()
+        return publishing
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
         """Give reserved slots back."""
         by_connection: dict[Connection, list[bytes]] = {}
         for reservation in reservations:
-            if reservation.payload is not None and reservation._connection is not None:
-                by_connection.setdefault(reservation._connection, []).append(reservation.chunk.chain[:16])
+            if reservation.payload is not None and reservation.connection is not None:
+                by_connection.setdefault(reservation.connection, []).append(reservation.chunk.chain[:16])
                 reservation.payload = None
                 reservation.status = StoreStatus.REFUSED
         for connection, keys in by_connection.items():
@@ -299,13 +269,6 @@ class Client:
 def new_chunk(chain: ChainHash, parent: ChainHash, position: int, num_tokens: int) -> NewChunk:
     """The description of a chunk to be stored; `parent` is the chain value before it."""
     return NewChunk(chain, key_of(parent), position, num_tokens)
-
-
-def _pack_checksums(reservation: Reservation) -> bytes:
-    assert reservation.payload is not None
-    payload = reservation.payload
-    values = [checksum(payload[places[0].begin : places[-1].end]) for places in reservation.geometry.layers]
-    return struct.pack(f">{len(values)}Q", *values)
 
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
@@ -321,4 +284,15 @@ def _forget_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
-__all__ = ["Client", "ClientStatistics", "Lease", "Load", "NewChunk", "Reservation", "StoreStatus", "Tier", "new_chunk"]
+__all__ = [
+    "Client",
+    "ClientStatistics",
+    "Lease",
+    "Load",
+    "NewChunk",
+    "Publishing",
+    "Reservation",
+    "StoreStatus",
+    "Tier",
+    "new_chunk",
+]

@@ -26,6 +26,7 @@ from kvfs.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 HugePages = Literal["auto", "never"]
+Access = Literal["isolated", "trusted"]
 
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 MIN_TIER_BYTES = 1 << 20
@@ -80,6 +81,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         nvme_directory, nvme_bytes: where the volume lies and its size, both None for a RAM cache ("nvme").
         socket_directory: plain directory outside the mount for session sockets.
         allow_other: whether users other than the daemon's may enter the mount (file modes still hold).
+        access: "isolated" gives engines a read-only arena and a window each; "trusted" lets those of the daemon's own
+            user write chunks in place, which saves a copy and trusts them not to write elsewhere.
         huge_pages: "auto" takes huge pages where the system has them, "never" takes 4 KiB pages.
         window_bytes: most memory that one session may use to hand over chunks ("window").
         io_threads: threads that read and write the volume.
@@ -94,6 +97,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     nvme_bytes: int | None = None
     socket_directory: str = msgspec.field(default_factory=default_socket_directory)
     allow_other: bool = False
+    access: Access = "isolated"
     huge_pages: HugePages = "auto"
     window_bytes: int = 64 << 20
     io_threads: int = 4
@@ -121,7 +125,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         _check_range("window", self.window_bytes, 1 << 16, 1 << 40)
         if not 1 <= self.io_threads <= MAX_IO_THREADS:
             raise ConfigError(f"io_threads is {self.io_threads}; it must lie between 1 and {MAX_IO_THREADS}")
-        for name, allowed in (("huge_pages", HugePages), ("log_level", LogLevel)):
+        for name, allowed in (("access", Access), ("huge_pages", HugePages), ("log_level", LogLevel)):
             if getattr(self, name) not in get_args(allowed):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {_one_of(get_args(allowed))}")
         if self.log_file is not None:
@@ -131,8 +135,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 NAMES: dict[str, type[Any]] = {
-    "mountpoint": str, "ram": int, "nvme": str, "socket_directory": str, "allow_other": bool, "huge_pages": str,
-    "window": int, "io_threads": int, "log_level": str, "log_file": str,
+    "mountpoint": str, "ram": int, "nvme": str, "socket_directory": str, "allow_other": bool, "access": str,
+    "huge_pages": str, "window": int, "io_threads": int, "log_level": str, "log_file": str,
 }  # fmt: skip
 """Every setting as it is called in the TOML file and on the command line, with its type; sizes are int."""
 
@@ -169,6 +173,7 @@ def to_toml(settings: Settings) -> str:
     lines += [
         f"socket_directory = {_quote(settings.socket_directory)}",
         f"allow_other = {str(settings.allow_other).lower()}",
+        f"access = {_quote(settings.access)}",
         f"huge_pages = {_quote(settings.huge_pages)}",
         f"window = {_quote(_exact_size(settings.window_bytes))}",
         f"io_threads = {settings.io_threads}",

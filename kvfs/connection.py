@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from kvfs import messages as m
 from kvfs import namespace as namespaces
@@ -68,7 +68,8 @@ class Connection:
         self.volume_fd: int | None = None
         self.welcome: m.Welcome | None = None
         self.is_broken = False
-        self._early: dict[int, deque[m.Arrived]] = {}  # arrivals that came while another reply was awaited
+        self._early: dict[int, deque[m.AnyReply]] = {}  # replies that came while another was awaited
+        self._awaited: set[int] = set()  # requests whose reply will be asked for later
 
     @classmethod
     def open(cls, path: str, namespace: Namespace, name: str, deadline_s: float) -> Connection:
@@ -93,13 +94,19 @@ class Connection:
         self.welcome = welcome
         if welcome.has_volume and len(fds) > 1:
             self.volume_fd = fds[1]
-        arena = mmap.mmap(fds[0], welcome.arena_bytes, prot=mmap.PROT_READ)
+        writable = mmap.PROT_WRITE if welcome.is_trusted else 0
+        arena = mmap.mmap(fds[0], welcome.arena_bytes, prot=mmap.PROT_READ | writable)
         os.close(fds[0])
         self._maps.append(arena)
         with contextlib.suppress(OSError):  # before Linux 5.14 the first touch of each page is slower, that is all
             arena.madvise(MADV_POPULATE_READ)
         arena.madvise(mmap.MADV_DONTFORK)
         self.arena = memoryview(arena)
+
+    @property
+    def max_in_flight_bytes(self) -> int:
+        """Payload that may be reserved and not published at once."""
+        return self.welcome.max_window_bytes if self.welcome is not None else 0
 
     def next_id(self) -> int:
         """An id for a request."""
@@ -143,24 +150,44 @@ class Connection:
             self.send(request, deadline_s)
             return self._receive(request.id, kind, time.monotonic() + deadline_s)
 
+    def begin(self, request: m.Request, deadline_s: float) -> None:
+        """Send a request whose reply is taken with `finish`, after others perhaps. Raises UnavailableError."""
+        with self._lock:
+            self.send(request, deadline_s)
+            self._awaited.add(request.id)
+
+    def finish(self, id_: int, kind: type[R], deadline_s: float) -> R:
+        """The reply to a request that `begin` sent. Raises UnavailableError, or UsageError if it was refused."""
+        with self._lock:
+            try:
+                return self.receive(id_, kind, time.monotonic() + deadline_s)
+            finally:
+                self._awaited.discard(id_)
+
     def _receive(self, id_: int, kind: type[R], deadline: float) -> tuple[R, list[int]]:
-        early = self._early.get(id_)
-        if early and isinstance(early[0], kind):
-            reply = early.popleft()
-            if not early:
-                del self._early[id_]
-            return cast(R, reply), []
+        fds: list[int] = []
         while True:
-            packet, fds = self._receive_packet(deadline)
-            answer = self._decode(packet)
+            answer = self._take_early(id_)
+            if answer is None:
+                packet, fds = self._receive_packet(deadline)
+                answer = self._decode(packet)
             if isinstance(answer, m.Failure) and answer.id in (id_, 0):
                 raise UsageError(answer.message)
             if answer.id == id_ and isinstance(answer, kind):
                 return answer, fds
-            if not isinstance(answer, m.Arrived):
+            if not isinstance(answer, m.Arrived) and answer.id not in self._awaited:
                 self.is_broken = True
                 raise ProtocolError(f"the daemon sent {type(answer).__name__} where {kind.__name__} was due")
             self._early.setdefault(answer.id, deque()).append(answer)
+
+    def _take_early(self, id_: int) -> m.AnyReply | None:
+        waiting = self._early.get(id_)
+        if not waiting:
+            return None
+        answer = waiting.popleft()
+        if not waiting:
+            del self._early[id_]
+        return answer
 
     def _decode(self, packet: bytes) -> m.AnyReply:
         try:
@@ -192,10 +219,15 @@ class Connection:
     # memory
 
     def window(self, size_bytes: int, deadline_s: float) -> memoryview:
-        """The session's window, opened when first asked for. Raises UnavailableError or UsageError."""
+        """What slots count from: the session's window, opened when first asked for, or the arena of a trusted one.
+
+        Raises UnavailableError or UsageError.
+        """
         with self._lock:
+            assert self.welcome is not None
+            if self.welcome.is_trusted:
+                return self.arena
             if self._window is None:
-                assert self.welcome is not None
                 size_bytes = min(size_bytes, self.welcome.max_window_bytes)
                 reply, fds = self._ask_for_fds(m.OpenWindow(self.next_id(), size_bytes), m.Window, deadline_s)
                 window = mmap.mmap(fds[0], reply.size_bytes)

@@ -1,4 +1,4 @@
-"""Intake: a payload on its way from a client's window into the arena, copied and verified piece by piece."""
+"""Intake: a payload that a client handed over, on its way to being a chunk in the arena; every layer is verified."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import xxhash
 
 from kvfs.catalog import ChunkTable
-from kvfs.chunk import Facts, Geometry, build_header
+from kvfs.chunk import Facts, Geometry, build_header, checksum
 from kvfs.keys import Key
 from kvfs.messages import NewChunk
 
@@ -27,27 +27,59 @@ class Reservation:
     offset: int
 
 
-def receive(geo: Geometry, facts: Facts, window_fd: int, window_offset: int, target: memoryview) -> bool:
-    """Fill `target`, an extent of the arena, with the chunk whose payload lies in the window.
+@dataclass(frozen=True, slots=True)
+class WindowSlot:
+    """A payload in a window, read by descriptor: a client that truncates its window causes an OSError, no signal."""
 
-    Returns whether every layer has the checksum that `facts` gives for it. Runs in a thread. The window is read by
-    descriptor: a client that truncates it causes an OSError here and no signal. Raises UsageError for facts that do
-    not fit the geometry.
+    fd: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """A payload that its client wrote where it will stay."""
+
+
+Source = WindowSlot | InPlace
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A reserved chunk whose client says that its payload is complete and has these checksums, one a layer."""
+
+    reservation: Reservation
+    source: Source
+    checksums: tuple[int, ...]
+
+
+def receive(geo: Geometry, facts: Facts, source: Source, target: memoryview) -> bool:
+    """Make `target`, an extent of the arena, the chunk whose payload lies in `source`.
+
+    Returns whether every layer has the checksum that `facts` gives for it. Runs in a thread. Raises OSError, and
+    UsageError for facts that do not fit the geometry.
     """
     target[: geo.header_bytes] = build_header(geo, facts)
-    shift = window_offset - geo.header_bytes
     for layer, expected in enumerate(facts.checksums):
         begin, end = geo.layer_range(layer)
-        digest = xxhash.xxh3_64()
-        for start in range(begin, end, _PIECE_BYTES):
-            piece = target[start : min(start + _PIECE_BYTES, end)]
-            _read_exactly(window_fd, piece, start + shift)
-            digest.update(piece)
-        if digest.intdigest() != expected:
+        if isinstance(source, InPlace):
+            found = checksum(target[begin:end])
+        else:
+            found = _copy(source.fd, source.offset - geo.header_bytes, begin, end, target)
+        if found != expected:
             return False
     if geo.pad_bytes:
         target[geo.header_bytes + geo.payload_bytes : geo.file_bytes] = bytes(geo.pad_bytes)
     return True
+
+
+def _copy(fd: int, shift: int, begin: int, end: int, target: memoryview) -> int:
+    """Copy one layer from a window; returns its checksum."""
+    digest = xxhash.xxh3_64()
+    for start in range(begin, end, _PIECE_BYTES):
+        piece = target[start : min(start + _PIECE_BYTES, end)]
+        _read_exactly(fd, piece, start + shift)
+        digest.update(piece)
+    return digest.intdigest()
 
 
 def _read_exactly(fd: int, piece: memoryview, offset: int) -> None:

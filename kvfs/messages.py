@@ -154,7 +154,8 @@ class Suspect(Request, frozen=True, tag="suspect"):
 class Welcome(Reply, frozen=True, tag="welcome"):
     """Answer to `Hello`; carries the descriptor of the arena and, if there is one, that of the volume (read-only).
 
-    `arena_bytes` are mapped by the client at offset 0. `max_window_bytes` bounds what `OpenWindow` may ask for.
+    `arena_bytes` are mapped by the client at offset 0. `max_window_bytes` bounds what `OpenWindow` may ask for. A client
+    that `is_trusted` gets the arena writable and no window: the offsets of its slots count from the arena's start.
     """
 
     version: int
@@ -162,6 +163,7 @@ class Welcome(Reply, frozen=True, tag="welcome"):
     arena_bytes: Size
     max_window_bytes: Size
     has_volume: bool
+    is_trusted: bool
 
 
 class Window(Reply, frozen=True, tag="window_reply"):

@@ -10,8 +10,10 @@ consistent; after each `await` inside an `async` one the chunk may have been rem
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -25,7 +27,7 @@ from kvfs.commits import Commits
 from kvfs.config import Settings
 from kvfs.errors import CorruptChunk, UnavailableError, UsageError
 from kvfs.index import FILE_NAME, Index, NamespaceRow
-from kvfs.intake import Reservation, receive
+from kvfs.intake import Handed, Reservation, receive
 from kvfs.keys import ChainHash, Key, key_of
 from kvfs.messages import NewChunk, StoreStatus, Tier
 from kvfs.metrics import Counters, EventLog, render
@@ -215,33 +217,45 @@ class Store:
         self.counters.stores_aborted += 1
         self._free_reserved(reservation)
 
-    async def publish(
-        self,
-        reservation: Reservation,
-        window_fd: int,
-        window_offset: int,
-        checksums: tuple[int, ...],
-        after: trio.Event | None = None,
-    ) -> StoreStatus:
-        """Copy a chunk's payload from a window into its place, verify it and make it visible, but not before `after`.
+    async def publish(self, chunks: Sequence[Handed]) -> list[StoreStatus]:
+        """Bring the payloads of chunks to their places, verify them and make them visible, in the order given.
 
-        A chunk that became visible before its parent would head a prefix of its own. The reservation is used up,
-        whatever happens.
+        They are received side by side, and become visible together: a chunk that came before its parent would head a
+        prefix of its own. The reservations are used up, whatever happens.
         """
         created_ns = self.system.time_ns()
-        view = self._residency.ram.view(reservation.offset, reservation.geometry.file_bytes)
-        new = reservation.new
-        facts = Facts(ChainHash(new.chain), Key(new.parent), new.position, new.num_tokens, created_ns, checksums)
+        queue = deque(enumerate(chunks))
+        is_good = [False] * len(chunks)
+
+        def receive_some() -> None:
+            while queue:
+                try:
+                    index, handed = queue.popleft()
+                except IndexError:
+                    return
+                is_good[index] = self._receive(handed, created_ns)
+
         with trio.CancelScope(shield=True):  # a thread that writes into the arena is never abandoned
-            try:
-                is_good = await trio.to_thread.run_sync(
-                    receive, reservation.geometry, facts, window_fd, window_offset, view, limiter=self._copies
-                )
-            except (OSError, UsageError) as error:
-                log.warning("a window could not be read: %s", error)
-                is_good = False
-            if after is not None:
-                await after.wait()
+            async with trio.open_nursery() as nursery:
+                for _ in range(min(len(chunks), int(self._copies.total_tokens))):
+                    nursery.start_soon(partial(trio.to_thread.run_sync, receive_some, limiter=self._copies))
+        return [
+            self._settle(handed.reservation, created_ns, good) for handed, good in zip(chunks, is_good, strict=True)
+        ]
+
+    def _receive(self, handed: Handed, created_ns: int) -> bool:
+        """In a thread: whether the payload is there and good."""
+        reservation = handed.reservation
+        new, geo = reservation.new, reservation.geometry
+        view = self._residency.ram.view(reservation.offset, geo.file_bytes)
+        facts = Facts(ChainHash(new.chain), Key(new.parent), new.position, new.num_tokens, created_ns, handed.checksums)
+        try:
+            return receive(geo, facts, handed.source, view)
+        except (OSError, UsageError) as error:
+            log.warning("a payload could not be received: %s", error)
+            return False
+
+    def _settle(self, reservation: Reservation, created_ns: int, is_good: bool) -> StoreStatus:
         if not is_good:
             self._free_reserved(reservation)
             self.counters.stores_bad += 1

@@ -30,7 +30,7 @@ from kvfs import keys
 from kvfs.catalog import Chunk, ChunkTable
 from kvfs.chunk import Geometry, checksum
 from kvfs.config import Settings
-from kvfs.intake import Reservation
+from kvfs.intake import Handed, Reservation, WindowSlot
 from kvfs.keys import ChainHash, KeyChain
 from kvfs.messages import NewChunk, StoreStatus
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
@@ -208,7 +208,8 @@ async def publish_chunk(store: Store, reservation: Reservation, payload: bytes |
     window_fd = os.memfd_create("test-window", os.MFD_CLOEXEC)
     try:
         os.pwrite(window_fd, right if payload is None else payload, 0)
-        return await store.publish(reservation, window_fd, 0, checksums_of(right, geo))
+        handed = Handed(reservation, WindowSlot(window_fd, 0), checksums_of(right, geo))
+        return (await store.publish([handed]))[0]
     finally:
         os.close(window_fd)
 

@@ -1,6 +1,6 @@
 """Sessions: the daemon's side of the protocol in `kvfs.messages`. One connection is one client.
 
-The end of a connection, whatever its cause, gives back all that it held: leases, reserved slots, its window.
+The end of a connection, whatever its cause, gives back all that it held: leases, and what was handed over half.
 
 Concurrency: one task reads a connection; requests that wait (`Load`, `Publish`, `Suspect`) go on in tasks of their
 own, at most `_MAX_WAITING` a connection, after which nothing more is read from it. Packets are sent whole, one at a
@@ -23,11 +23,10 @@ import trio
 from kvfs import messages as m
 from kvfs import namespace as namespaces
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
-from kvfs.chunk import align
-from kvfs.errors import CorruptChunk, KvfsError, ProtocolError, UsageError
-from kvfs.extents import ExtentAllocator
-from kvfs.intake import Reservation
+from kvfs.errors import CorruptChunk, KvfsError, ProtocolError
+from kvfs.intake import Handed
 from kvfs.keys import Key, split
+from kvfs.mount.handover import Handover, InArena, ThroughWindow
 from kvfs.promotion import Promotion
 from kvfs.store import Store
 
@@ -65,7 +64,9 @@ class Sessions:
     async def _serve_one(self, connection: trio.socket.SocketType) -> None:
         self.num_open += 1
         pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        session = Session(self._store, connection)
+        is_trusted = self._store.settings.access == "trusted" and uid == os.geteuid()
+        handover = InArena(self._store, pid) if is_trusted else ThroughWindow(self._store)
+        session = Session(self._store, connection, handover)
         log.debug("session of process %d (uid %d) opened", pid, uid)
         try:
             await session.run()
@@ -79,6 +80,7 @@ class Sessions:
             session.close()
             connection.close()
             log.debug("session of process %d ended", pid)
+            await handover.close()
 
 
 async def serve_sessions(
@@ -102,17 +104,14 @@ async def serve_sessions(
 class Session:
     """One client: what it holds, and the answers to its requests."""
 
-    def __init__(self, store: Store, connection: trio.socket.SocketType) -> None:
+    def __init__(self, store: Store, connection: trio.socket.SocketType, handover: Handover) -> None:
         self._store = store
         self._connection = connection
         self._table: ChunkTable | None = None
         self._leases: dict[int, list[Chunk]] = {}
-        self._reserved: dict[bytes, tuple[Reservation, int]] = {}  # key -> reservation, offset in the window
-        self._window_fd: int | None = None
-        self._window: ExtentAllocator | None = None
+        self._handover = handover
         self._sending = trio.Lock()
         self._waiting = trio.Semaphore(_MAX_WAITING)
-        self._is_closed = False
 
     async def run(self) -> None:
         """Answer requests until the client closes the connection."""
@@ -128,17 +127,10 @@ class Session:
             nursery.cancel_scope.cancel()
 
     def close(self) -> None:
-        """Give back everything. Nothing waits."""
-        self._is_closed = True
+        """End all leases. What was reserved is the handover's."""
         for chunks in self._leases.values():
             self._release(chunks)
         self._leases.clear()
-        for reservation, _ in self._reserved.values():
-            self._store.abort(reservation)
-        self._reserved.clear()
-        if self._window_fd is not None:
-            os.close(self._window_fd)
-            self._window_fd = None
 
     async def _dispatch(self, request: m.AnyRequest, nursery: trio.Nursery) -> None:
         if isinstance(request, m.Load | m.Publish | m.Suspect):
@@ -182,7 +174,7 @@ class Session:
                 await self._publish(request)
             case m.Abort():
                 for key in split(request.keys):
-                    self._give_back_slot(key)
+                    self._handover.abort(key)
                 await self._send(m.Done(request.id))
             case m.Suspect():
                 for key in split(request.keys):
@@ -215,10 +207,11 @@ class Session:
             raise ProtocolError("hello was said already")
         self._table = self._store.attach(namespaces.decode(request.namespace))
         arena, volume = self._store.arena, self._store.volume
-        fds = [arena.client_fd] + ([volume.client_fd] if volume is not None else [])
+        is_trusted = isinstance(self._handover, InArena)
+        fds = [arena.fd if is_trusted else arena.client_fd] + ([volume.client_fd] if volume is not None else [])
         welcome = m.Welcome(
             request.id, m.VERSION, self._table.directory, arena.size_bytes, self._store.settings.window_bytes,
-            volume is not None,
+            volume is not None, is_trusted,
         )  # fmt: skip
         await self._send(welcome, fds)
 
@@ -284,79 +277,31 @@ class Session:
 
     async def _open_window(self, request: m.OpenWindow) -> None:
         _ = self._attached
-        limit = self._store.settings.window_bytes
-        size = align(request.size_bytes)
-        if self._window_fd is not None:
-            raise ProtocolError("the session has a window already")
-        if not 0 < size <= limit:
-            raise ProtocolError(f"a window has 1 to {limit} bytes, not {request.size_bytes}")
-        try:
-            self._window_fd = await trio.to_thread.run_sync(self._store.arena.create_window, size)
-        except OSError as error:
-            raise UsageError(f"there is no memory for another window: {error}") from error
-        self._window = ExtentAllocator(size)
-        await self._send(m.Window(request.id, size), [self._window_fd])
+        if not isinstance(self._handover, ThroughWindow):
+            raise ProtocolError("a trusted session stores into the arena itself")
+        fd, size = await self._handover.open(request.size_bytes)
+        await self._send(m.Window(request.id, size), [fd])
 
     async def _reserve(self, request: m.Store) -> None:
         table = self._attached
-        if self._window is None:
-            raise ProtocolError("open a window before storing")
-        slots = [self._slot(table, new) for new in request.chunks]
+        slots = [self._handover.reserve(table, new) for new in request.chunks]
         await self._send(m.Slots(request.id, tuple(slots)))
-
-    def _slot(self, table: ChunkTable, new: m.NewChunk) -> m.Slot:
-        assert self._window is not None
-        if new.chain[:16] in self._reserved:
-            return m.Slot(m.StoreStatus.EXISTS, 0)
-        reservation = self._store.reserve(table, new)
-        if not isinstance(reservation, Reservation):
-            return m.Slot(reservation, 0)
-        geo = reservation.geometry
-        offset = self._window.allocate(align(geo.payload_bytes))
-        if offset is None:
-            self._store.abort(reservation)
-            return m.Slot(m.StoreStatus.REFUSED, 0)
-        self._reserved[reservation.key] = (reservation, offset)
-        return m.Slot(m.StoreStatus.STORED, offset)
-
-    def _give_back_slot(self, key: bytes) -> None:
-        reserved = self._reserved.pop(key, None)
-        if reserved is not None:
-            self._store.abort(reserved[0])
-            self._free_slot(*reserved)
-
-    def _free_slot(self, reservation: Reservation, offset: int) -> None:
-        if self._window is not None:
-            self._window.free(offset, align(reservation.geometry.payload_bytes))
 
     async def _publish(self, request: m.Publish) -> None:
         statuses = [m.StoreStatus.UNKNOWN] * len(request.chunks)
-
-        turns = [trio.Event() for _ in request.chunks]
-        previous: trio.Event | None = None
-
-        async def publish(
-            index: int, reservation: Reservation, offset: int, checksums: bytes, fd: int, after: trio.Event | None
-        ) -> None:
-            values = struct.unpack(f">{len(checksums) // 8}Q", checksums)
-            try:
-                statuses[index] = await self._store.publish(reservation, fd, offset, values, after)
-            finally:
-                turns[index].set()
-                self._free_slot(reservation, offset)
-
-        async with trio.open_nursery() as nursery:  # copied side by side, visible in the order of the request
-            for index, finished in enumerate(request.chunks):
-                reserved = self._reserved.pop(finished.key, None)
-                if reserved is None or self._window_fd is None:
-                    continue
-                if len(finished.checksums) != 8 * self._attached.namespace.num_layers:
-                    self._reserved[finished.key] = reserved
-                    self._give_back_slot(finished.key)
-                    statuses[index] = m.StoreStatus.BAD
-                    continue
-                nursery.start_soon(publish, index, *reserved, finished.checksums, self._window_fd, previous)
-                previous = turns[index]
+        num_bytes = 8 * self._attached.namespace.num_layers
+        handed: dict[int, Handed] = {}
+        for index, finished in enumerate(request.chunks):
+            if len(finished.checksums) != num_bytes:
+                self._handover.abort(finished.key)
+                statuses[index] = m.StoreStatus.BAD
+                continue
+            values = struct.unpack(f">{num_bytes // 8}Q", finished.checksums)
+            taken = self._handover.take(finished.key, values)
+            if taken is not None:
+                handed[index] = taken
+        for index, status in zip(handed, await self._handover.publish(list(handed.values())), strict=True):
+            statuses[index] = status
         await self._send(m.Published(request.id, tuple(statuses)))
         found = [self._attached.chunks.get(Key(finished.key)) for finished in request.chunks]
         self._store.stored([chunk for chunk in found if chunk is not None])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from kvfs.engine_adapters.transformers_cache import PrefixCache

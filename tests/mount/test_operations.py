@@ -20,7 +20,7 @@ from kvfs.catalog import Chunk
 from kvfs.chunk import checksum, geometry
 from kvfs.config import Settings
 from kvfs.errors import CorruptChunk
-from kvfs.intake import Reservation
+from kvfs.intake import Handed, Reservation, WindowSlot
 from kvfs.keys import extend, key_of, root
 from kvfs.messages import NewChunk
 from kvfs.metrics import Counters
@@ -130,7 +130,7 @@ async def publish(store: Store, namespace: Namespace, num_chunks: int = 1) -> li
             parent, chain = chain, extend(chain, position.to_bytes(64, "little"))
             reservation = store.reserve(table, NewChunk(chain, key_of(parent), position, 16))
             assert isinstance(reservation, Reservation)
-            await store.publish(reservation, window, 0, sums)
+            await store.publish([Handed(reservation, WindowSlot(window, 0), sums)])
             keys.append(key_of(chain))
     finally:
         os.close(window)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import typer
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvfs
+from kvfs.config import Access
 from kvfs.errors import UsageError
 from kvfs.tools.bench import rig, rows
 
@@ -36,12 +37,17 @@ def bench(
     ] = Path(),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 7,
     quick: Annotated[bool, typer.Option("--quick", help="Three rounds, no fresh volumes.")] = False,
+    access: Annotated[
+        str, typer.Option(metavar="trusted|isolated", help="How chunks are stored: in place, or through a window.")
+    ] = "trusted",
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON on stdout.")] = False,
 ) -> None:
     """Measure what each path reaches, beside the limit of the hardware, in one run and in turns.
 
     ratio is speed ÷ limit for GB/s (1 is the most there can be) and time ÷ limit for ms (1 is the least).
     """
+    if access not in ("trusted", "isolated"):
+        raise UsageError(f"--access is trusted or isolated, not {access!r}")
     free = os.statvfs(directory)
     if free.f_bavail * free.f_frsize < _NEEDED_BYTES:
         raise UsageError(f"the benchmark needs {_NEEDED_BYTES >> 30} GiB of free disk at {directory.resolve()}")
@@ -51,7 +57,9 @@ def bench(
     found: list[rows.Row] = []
     with rig.scratch(directory) as scratch, console.status("starting") as status:
         for shape, num_sets in _SHAPES:
-            found += rows.transfers(shape, _below(scratch), num_sets, rounds, fresh_rounds, status.update)
+            found += rows.transfers(
+                shape, _below(scratch), num_sets, rounds, fresh_rounds, cast(Access, access), status.update
+            )
         found += rows.prompts(_below(scratch), rounds, status.update)
         found += rows.files(_below(scratch), rounds, status.update)
     if as_json:
@@ -60,7 +68,7 @@ def bench(
     console = Console()
     console.print(_table(found))
     console.print(
-        f"kvfs {kvfs.__version__}, Python {platform.python_version()}, Linux {platform.release()}, {rounds} rounds"
+        f"kvfs {kvfs.__version__}, Python {platform.python_version()}, Linux {platform.release()}, {rounds} rounds, {access}"
     )
 
 

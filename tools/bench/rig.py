@@ -21,8 +21,8 @@ from typing import Self
 from kvfs import keys
 from kvfs.arena import MADV_POPULATE_WRITE
 from kvfs.chunk import geometry
-from kvfs.client import Client, NewChunk, StoreStatus, Tier, new_chunk
-from kvfs.config import Settings
+from kvfs.client import Client, NewChunk, Publishing, Reservation, StoreStatus, Tier, new_chunk
+from kvfs.config import Access, Settings
 from kvfs.errors import UnavailableError, UsageError
 from kvfs.mount import mountpoint
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
@@ -165,29 +165,45 @@ def scratch(directory: Path | None) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def settings(directory: Path, name: str, ram_bytes: int, nvme_bytes: int) -> Settings:
+def settings(directory: Path, name: str, ram_bytes: int, nvme_bytes: int, access: Access = "isolated") -> Settings:
     """Settings of a daemon whose files all lie below `directory`."""
     return Settings(
         mountpoint=str(directory / f"mount-{name}"), ram_bytes=ram_bytes, nvme_directory=str(directory / f"volume-{name}"),
-        nvme_bytes=nvme_bytes, window_bytes=WINDOW_BYTES, log_level="warning",
+        nvme_bytes=nvme_bytes, window_bytes=WINDOW_BYTES, access=access, log_level="warning",
     )  # fmt: skip
 
 
 def store(client: Client, prompt: Prompt, source: memoryview) -> float:
     """Store a prompt whose payloads lie one after the other in `source`; returns seconds as the engine sees them."""
-    size = geometry(client.namespace, TOKENS_PER_CHUNK).payload_bytes
-    group = max(1, WINDOW_BYTES // 2 // size)
+    geo = geometry(client.namespace, TOKENS_PER_CHUNK)
+    size = geo.payload_bytes
+    group = max(1, WINDOW_BYTES // 2 // geo.file_bytes)
     started = time.perf_counter()
+    earlier: Publishing | None = None
     for start in range(0, len(prompt.chains), group):
         stop = min(start + group, len(prompt.chains))
         reservations = client.store(prompt.new_chunks(start, stop))
         for index, reservation in enumerate(reservations, start):
-            if reservation.payload is None:
-                raise UnavailableError(f"a store was refused: {reservation.status.name}")
-            reservation.payload[:] = source[index * size : (index + 1) * size]
-        if any(status is not StoreStatus.STORED for status in client.publish(reservations)):
-            raise UnavailableError("a chunk could not be published")
+            _fill(reservation, source[index * size : (index + 1) * size])
+        publishing = client.publish_later(reservations)
+        _check(earlier)
+        earlier = publishing
+    _check(earlier)
     return time.perf_counter() - started
+
+
+def _fill(reservation: Reservation, payload: memoryview) -> None:
+    if reservation.payload is None:
+        raise UnavailableError(f"a store was refused: {reservation.status.name}")
+    for layer, places in enumerate(reservation.geometry.layers):
+        begin, end = places[0].begin, places[-1].end
+        reservation.payload[begin:end] = payload[begin:end]
+        reservation.seal(layer)
+
+
+def _check(publishing: Publishing | None) -> None:
+    if publishing is not None and any(status is not StoreStatus.STORED for status in publishing.wait()):
+        raise UnavailableError("a chunk could not be published")
 
 
 def load(client: Client, chains: Sequence[keys.ChainHash], target: memoryview, source: Tier) -> float:

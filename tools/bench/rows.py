@@ -18,6 +18,7 @@ import msgspec
 from kvfs import keys
 from kvfs.chunk import geometry
 from kvfs.client import Client, Tier
+from kvfs.config import Access
 from kvfs.mount import mountpoint
 from kvfs.tools.bench import limits, rig
 
@@ -78,7 +79,13 @@ class Pairs:
 
 
 def transfers(
-    shape: rig.Shape, directory: Path, num_sets: int, rounds: int, fresh_rounds: int, progress: Progress
+    shape: rig.Shape,
+    directory: Path,
+    num_sets: int,
+    rounds: int,
+    fresh_rounds: int,
+    access: Access,
+    progress: Progress,
 ) -> Iterator[Row]:
     """ram_load, nvme_load_cold, store, store_clean and store_clean_fresh for chunks of one shape.
 
@@ -94,7 +101,7 @@ def transfers(
     pairs = Pairs()
     raw = limits.RawFile(directory / "raw", payload, IO_THREADS)
     raw.write(source, shape.chunk_bytes)
-    settings = rig.settings(directory, f"{shape.chunk_bytes}", whole, 3 * whole + (8 << 20))
+    settings = rig.settings(directory, f"{shape.chunk_bytes}", whole, 3 * whole + (8 << 20), access)
     try:
         with rig.Daemon(settings) as daemon, Client(daemon.mount, namespace, deadline_s=30.0) as client:
             client.attach()
@@ -127,7 +134,7 @@ def transfers(
         raw.close()
     for number in range(fresh_rounds):
         progress(f"chunks of {shape.chunk_bytes >> 20} MiB: a fresh volume, round {number + 1} of {fresh_rounds}")
-        _store_fresh(shape, directory / f"fresh-{number}", whole, source, pairs)
+        _store_fresh(shape, directory / f"fresh-{number}", whole, source, access, pairs)
     yield pairs.speed("ram_load", "memcpy", payload, shape.chunk_bytes)
     yield pairs.speed("nvme_load_cold", "raw_odirect_read", payload, shape.chunk_bytes)
     yield pairs.speed("store", "memcpy_store", payload, shape.chunk_bytes)
@@ -142,9 +149,11 @@ def _remove(daemon: rig.Daemon, directory: str, prompt: rig.Prompt) -> None:
         os.unlink(Path(daemon.mount, directory, "chunks", f"{chain[:16].hex()}.safetensors"))
 
 
-def _store_fresh(shape: rig.Shape, directory: Path, whole: int, source: memoryview, pairs: Pairs) -> None:
+def _store_fresh(
+    shape: rig.Shape, directory: Path, whole: int, source: memoryview, access: Access, pairs: Pairs
+) -> None:
     directory.mkdir()
-    settings = rig.settings(directory, "f", whole, whole + (8 << 20))
+    settings = rig.settings(directory, "f", whole, whole + (8 << 20), access)
     prompt = rig.Prompt.random(shape.namespace, len(source) // shape.chunk_bytes, 7)
     with rig.Daemon(settings) as daemon, Client(daemon.mount, shape.namespace, deadline_s=30.0) as client:
         client.attach()
