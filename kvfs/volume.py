@@ -26,6 +26,7 @@ import mmap
 import os
 import struct
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
@@ -98,14 +99,22 @@ class Volume:
                 raise OSError(errno.EIO, f"short read at {offset + done}", str(self.path))
             done += count
 
-    def write(self, buffer: memoryview, offset: int) -> None:
-        """Write `buffer` at `offset`; aligned as in `read`. Not durable before `sync`. Raises OSError."""
-        done = 0
-        while done < len(buffer):
-            count = self._system.pwritev(self.fd, [buffer[done : done + _MAX_TRANSFER]], offset + done)
+    def write(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write `buffers` one after the other from `offset`; aligned as in `read`. Not durable before `sync`.
+
+        At most 1,024 buffers (IOV_MAX). Raises OSError.
+        """
+        left = list(buffers)
+        while left:
+            part = left if len(left) > 1 else [left[0][:_MAX_TRANSFER]]
+            count = self._system.pwritev(self.fd, part, offset)
             if count <= 0:
-                raise OSError(errno.EIO, f"short write at {offset + done}", str(self.path))
-            done += count
+                raise OSError(errno.EIO, f"short write at {offset}", str(self.path))
+            offset += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if left:
+                left[0] = left[0][count:]
 
     def sync(self) -> None:
         """Make every write that has returned durable. Raises OSError."""

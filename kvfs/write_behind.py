@@ -4,13 +4,16 @@ Clean means durable: write, then sync the volume, then commit the index; only th
 leave RAM. If the device fails the tier is degraded: the chunks stay dirty in RAM, may be evicted from there like those
 of a RAM cache, and the writes are tried again.
 
-Concurrency: one task. The chunks it writes are leased meanwhile, so that their bytes stay where they are.
+Concurrency: two tasks, one writes groups, one makes them durable, in the same order. The chunks of a group are leased
+meanwhile, so that their bytes stay where they are.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 import trio
 
@@ -25,7 +28,20 @@ log = logging.getLogger(__name__)
 
 _MAX_GROUP_CHUNKS = 256
 _MAX_GROUP_BYTES = 256 << 20
+_MAX_RUN_BYTES, _MAX_RUN_CHUNKS = 8 << 20, 256
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 30.0
+
+
+@dataclass(slots=True)
+class _Group:
+    """Chunks that are written together.
+
+    Attributes: chunks: leased; pairs: those that got an extent, with its offset; put: those whose row is committed.
+    """
+
+    chunks: list[Chunk]
+    pairs: list[tuple[Chunk, int]] = field(default_factory=list)
+    put: set[Chunk] = field(default_factory=set)
 
 
 class WriteBehind:
@@ -40,6 +56,8 @@ class WriteBehind:
         self._commits = commits
         self._queue: deque[Chunk] = deque()
         self._changed = trio.Event()
+        self._retry_s = _FIRST_RETRY_S
+        self._retry_at = 0.0  # of trio's clock
         self.dirty_bytes = 0
         self.num_dirty = 0
 
@@ -60,32 +78,72 @@ class WriteBehind:
             await self._changed.wait()
 
     async def run(self) -> None:
-        """Write group after group, for ever."""
-        retry_s = _FIRST_RETRY_S
+        """Write group after group, for ever: while one is made durable the next is being written."""
+        send, receive = trio.open_memory_channel[_Group](0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._write_groups, send)
+            nursery.start_soon(self._finish_groups, receive)
+
+    async def _write_groups(self, send: trio.MemorySendChannel[_Group]) -> None:
         while True:
             while not self._queue:
                 await self._changed.wait()
-            group = self._take_group()
+            await trio.sleep_until(self._retry_at)
+            group = _Group(self._take_group())
             try:
-                left = await self._write_group(group)
+                offsets = await self._residency.reserve_nvme(chunk.length for chunk in group.chunks)
+                group.pairs = list(zip(group.chunks, offsets, strict=False))
+                await self._transfer(group.pairs)
             except (OSError, UnavailableError) as error:
-                if not self._nvme.is_degraded:
-                    log.error("writing to NVMe fails, trying again: %s", error)
-                    self._residency.events.append("degraded", reason=str(error))
-                self._nvme.is_degraded = True
-                self._residency.counters.io_errors += 1
-                left = group
+                self._failed(group, error)
             else:
-                if self._nvme.is_degraded and not left:
-                    log.warning("writing to NVMe works again")
-                    self._residency.events.append("recovered")
-                    self._nvme.is_degraded = False
-            self._return_group(group, left)
-            if left:
-                await trio.sleep(retry_s)
-                retry_s = min(2 * retry_s, _LAST_RETRY_S)
+                await send.send(group)
+
+    async def _finish_groups(self, receive: trio.MemoryReceiveChannel[_Group]) -> None:
+        async for group in receive:
+            try:
+                await self._nvme.sync()
+                for chunk, offset in group.pairs:
+                    if not chunk.is_removed:
+                        self._commits.put(_row(chunk, offset))
+                        group.put.add(chunk)
+                await self._commits.flush()
+            except (OSError, UnavailableError) as error:
+                self._failed(group, error)
             else:
-                retry_s = _FIRST_RETRY_S
+                self._finished(group)
+
+    def _failed(self, group: _Group, error: Exception) -> None:
+        """Nothing of the group is durable; it is tried again, later and later."""
+        if not self._nvme.is_degraded:
+            log.error("writing to NVMe fails, trying again: %s", error)
+            self._residency.events.append("degraded", reason=str(error))
+        self._nvme.is_degraded = True
+        self._residency.counters.io_errors += 1
+        for chunk, offset in group.pairs:
+            self._nvme.extents.free(offset, chunk.length)
+        self._return_group(group.chunks, group.chunks)
+        self._try_later()
+
+    def _finished(self, group: _Group) -> None:
+        """The group is durable, but for what the volume has no room for."""
+        for chunk, offset in group.pairs:
+            self._became_clean(chunk, offset, was_put=chunk in group.put)
+        self._residency.arrived(self._nvme.policy, [chunk for chunk, _ in group.pairs])
+        left = group.chunks[len(group.pairs) :]
+        self._return_group(group.chunks, left)
+        if left:
+            self._try_later()
+            return
+        self._retry_s = _FIRST_RETRY_S
+        if self._nvme.is_degraded:
+            log.warning("writing to NVMe works again")
+            self._residency.events.append("recovered")
+            self._nvme.is_degraded = False
+
+    def _try_later(self) -> None:
+        self._retry_at = trio.current_time() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
 
     def _take_group(self) -> list[Chunk]:
         """The oldest dirty chunks that are still wanted, leased."""
@@ -108,6 +166,7 @@ class WriteBehind:
                 continue
             self._no_longer_dirty(chunk)
         self._queue.extendleft(chunk for chunk in reversed(left) if not chunk.is_removed)
+        self._notify()
         for chunk in group:
             self._residency.release(chunk)
 
@@ -116,46 +175,29 @@ class WriteBehind:
         self.dirty_bytes -= chunk.length
         self._notify()
 
-    async def _write_group(self, group: list[Chunk]) -> list[Chunk]:
-        """Make a group clean; returns those for which the volume has no room. Raises OSError, UnavailableError."""
-        offsets = await self._residency.reserve_nvme(chunk.length for chunk in group)
-        pairs = list(zip(group, offsets, strict=False))
-        try:
-            await self._transfer(pairs)
-            await self._nvme.sync()
-            for chunk, offset in pairs:
-                if not chunk.is_removed:
-                    self._commits.put(_row(chunk, offset))
-            put = {chunk for chunk, _ in pairs if not chunk.is_removed}
-            await self._commits.flush()
-        except (OSError, UnavailableError):
-            for chunk, offset in pairs:
-                self._nvme.extents.free(offset, chunk.length)
-            raise
-        for chunk, offset in pairs:
-            self._became_clean(chunk, offset, was_put=chunk in put)
-        self._residency.arrived(self._nvme.policy, [chunk for chunk, _ in pairs])
-        return group[len(pairs) :]
-
     async def _transfer(self, pairs: list[tuple[Chunk, int]]) -> None:
-        queue = deque(pairs)
+        """Write chunks, neighbours on the volume together. Raises OSError if any of it fails."""
+        queue = deque(_runs(pairs))
         failures: list[OSError] = []
 
-        async def work() -> None:
+        def work() -> None:  # in a thread, for the whole queue: a hop for each write costs more than a small write
             while queue and not failures:
-                chunk, offset = queue.popleft()
                 try:
-                    await self._nvme.write(self._residency.ram.view(chunk.ram, chunk.length), offset)
+                    run = queue.popleft()
+                except IndexError:
+                    return
+                views = [self._residency.ram.view(chunk.ram, chunk.length) for chunk, _ in run]
+                try:
+                    self._nvme.volume.write(views, run[0][1])
                 except OSError as error:
                     failures.append(error)
-                else:
-                    self._residency.counters.written_bytes += chunk.length
 
         async with trio.open_nursery() as nursery:
             for _ in range(min(self._nvme.num_threads, len(queue))):
-                nursery.start_soon(work)
+                nursery.start_soon(self._nvme.in_thread, work)
         if failures:
             raise failures[0]
+        self._residency.counters.written_bytes += sum(chunk.length for chunk, _ in pairs)
 
     def _became_clean(self, chunk: Chunk, offset: int, *, was_put: bool) -> None:
         if not chunk.is_removed:
@@ -165,6 +207,20 @@ class WriteBehind:
         if was_put:  # it was removed while the row was being written
             self._commits.delete(chunk.table.number, chunk.key)
         self._commits.free_later(offset, chunk.length)
+
+
+def _runs(pairs: list[tuple[Chunk, int]]) -> list[list[tuple[Chunk, int]]]:
+    """The pairs, in runs that lie one after the other on the volume, each about 8 MiB at most."""
+    runs: list[list[tuple[Chunk, int]]] = []
+    size = end = 0
+    for chunk, offset in sorted(pairs, key=itemgetter(1)):
+        if not runs or offset != end or size + chunk.length > _MAX_RUN_BYTES or len(runs[-1]) == _MAX_RUN_CHUNKS:
+            runs.append([])
+            size = 0
+        runs[-1].append((chunk, offset))
+        end = offset + chunk.length
+        size += chunk.length
+    return runs
 
 
 def _row(chunk: Chunk, offset: int) -> ChunkRow:

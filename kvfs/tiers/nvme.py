@@ -82,10 +82,6 @@ class NvmeTier:
         """Verify the layers of a piece that was read; the first piece must be there. Raises CorruptChunk."""
         await self.in_thread(verify, chunk, piece, buffer)
 
-    async def write(self, buffer: memoryview, offset: int) -> None:
-        """Write a whole chunk; durable only after `sync`. Raises OSError."""
-        await trio.to_thread.run_sync(self.volume.write, buffer, offset, limiter=self.limiter)
-
     async def sync(self) -> None:
         """Make what was written durable. Raises OSError."""
         await trio.to_thread.run_sync(self.volume.sync, limiter=self.limiter)

@@ -19,7 +19,7 @@ REQUESTS: list[m.AnyRequest] = [
     m.Abort(8, KEY), m.Suspect(9, KEY),
 ]  # fmt: skip
 REPLIES: list[m.AnyReply] = [
-    m.Welcome(1, m.VERSION, "ns", 1 << 32, 1 << 26, True), m.Window(2, 4096), m.Matched(3, 4, 9),
+    m.Welcome(1, m.VERSION, "ns", 1 << 32, 1 << 26, True, False), m.Window(2, 4096), m.Matched(3, 4, 9),
     m.Loaded(4, (m.Placement(m.Tier.RAM, m.Tier.NVME, 4096, 8192),), 9, 30), m.Arrived(4, 30, (1, 5)),
     m.Slots(5, (m.Slot(m.StoreStatus.REFUSED, 0),)), m.Published(6, (m.StoreStatus.BAD,)), m.Done(7),
     m.Failure(0, "no"),

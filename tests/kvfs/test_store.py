@@ -174,7 +174,7 @@ async def test_wrong_bytes_are_not_published(tmp_path: Path) -> None:
         assert await store_chunk(store, table, new) is STORED
 
 
-@pytest.mark.expect_log("a window could not be read")
+@pytest.mark.expect_log("a payload could not be received")
 async def test_a_window_that_was_truncated(tmp_path: Path) -> None:
     """A client that takes its window away gets BAD, and the daemon no signal."""
     async with opened(tmp_path, nvme=None) as (store, table):

@@ -52,7 +52,7 @@ def test_it_is_private_and_preallocated(tmp_path: Path) -> None:
 
 def test_content_and_identity_survive(tmp_path: Path) -> None:
     volume = Volume.open(tmp_path, CAPACITY, System())
-    volume.write(filled(8192, 7), 4096)
+    volume.write([filled(8192, 7)], 4096)
     volume.sync()
     volume.close()
     again = Volume.open(tmp_path, CAPACITY, System())
@@ -67,7 +67,7 @@ def test_content_and_identity_survive(tmp_path: Path) -> None:
 def test_growing_keeps_everything(tmp_path: Path) -> None:
     """A larger capacity extends the volume; its identity and content stay."""
     volume = Volume.open(tmp_path, CAPACITY, System())
-    volume.write(filled(4096, 9), CAPACITY - 4096)
+    volume.write([filled(4096, 9)], CAPACITY - 4096)
     volume.close()
     grown = Volume.open(tmp_path, 2 * CAPACITY, System())
     found = aligned_buffer(4096)
@@ -171,7 +171,7 @@ def test_short_transfers_go_on(tmp_path: Path) -> None:
     system = FaultySystem()
     volume = Volume.open(tmp_path, CAPACITY, system)
     system.max_transfer = 4096
-    volume.write(filled(16384, 5), SUPERBLOCK_BYTES)
+    volume.write([filled(16384, 5)], SUPERBLOCK_BYTES)
     found = aligned_buffer(16384)
     volume.read(found, SUPERBLOCK_BYTES)
     assert bytes(found) == b"\5" * 16384
