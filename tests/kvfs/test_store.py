@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from kvfs.testing import (
     chain_of,
     eventually,
     new_chunks,
+    open_table,
     payload_of,
     publish_chunk,
     read_all,
@@ -41,13 +41,11 @@ MIB = sized_namespace(1 << 20)
 """Chunks of just under 1 MiB: eight fill a RAM tier of 8 MiB."""
 
 
-@asynccontextmanager
-async def opened(
+def opened(
     directory: Path, namespace: Namespace = NS, system: System | None = None, **settings: int | None
-) -> AsyncIterator[tuple[Store, ChunkTable]]:
+) -> AbstractAsyncContextManager[tuple[Store, ChunkTable]]:
     """A store in the directory, and the table of the namespace."""
-    async with open_store(settings_in(directory, **settings), system) as store:  # type: ignore[arg-type]
-        yield store, store.attach(namespace)
+    return open_table(directory, namespace, system, **settings)
 
 
 def chunk_at(table: ChunkTable, chain: KeyChain, position: int) -> Chunk:
