@@ -65,6 +65,8 @@ class Load:
         """Ask for a load. Raises UnavailableError or UsageError."""
         deadline = time.monotonic() + deadline_s
         reply = connection.ask(request, m.Loaded, deadline_s + 0.2)
+        if not connection.hold():
+            raise UnavailableError("the session has ended")
         return cls(connection, namespace, chains, reply, deadline)
 
     @property
@@ -107,8 +109,9 @@ class Load:
         connection = self._connection
         if connection is None:
             raise UnavailableError("the load was closed")
-        with connection.lock:
-            arrived = connection.receive(self._id, m.Arrived, self._deadline + 0.2)
+        deadline = self._deadline + 0.2
+        with connection.turn(deadline):
+            arrived = connection.receive(self._id, m.Arrived, deadline)
         self._num_layers = max(self._num_layers, arrived.num_layers)
         self._failed.update(arrived.failed)
 
@@ -130,7 +133,9 @@ class Load:
     def _view(self, index: int) -> memoryview:
         """The whole chunk file: in the arena, or read from the volume."""
         place, connection = self._placements[index], self._connection
-        if place.tier is Tier.NONE or connection is None:
+        if connection is None or connection.is_closed:
+            raise UnavailableError("the load has ended")
+        if place.tier is Tier.NONE:
             raise UnavailableError(f"chunk {self._chains[index][:16].hex()} is not stored")
         if place.tier is Tier.RAM:
             return connection.arena[place.offset : place.offset + place.length].toreadonly()
@@ -153,15 +158,19 @@ class Load:
         self._headers.clear()
         if connection is None:
             return
+        deadline = self._deadline + 0.2
         try:
-            with self._lock, connection.lock:
+            with self._lock, connection.turn(max(deadline, time.monotonic() + 0.2)):
                 while self._num_layers < self._namespace.num_layers and not connection.is_broken:
-                    arrived = connection.receive(self._id, m.Arrived, self._deadline + 0.2)
+                    arrived = connection.receive(self._id, m.Arrived, deadline)
                     self._num_layers = max(self._num_layers, arrived.num_layers)
         except KvfsError:
-            return  # a broken session has given everything back
-        if self._lease:
-            connection.post(m.Release(connection.next_id(), self._lease))
+            connection.give_up()  # its end gives everything back
+        else:
+            if self._lease:
+                connection.post(m.Release(connection.next_id(), self._lease))
+        finally:
+            connection.let_go()
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,7 @@
 The end of a connection, whatever its cause, gives back all that it held: leases, reserved slots, its window.
 
 Concurrency: one task reads a connection; requests that wait (`Load`, `Publish`, `Suspect`) go on in tasks of their
-own, at most `_MAX_WAITING` a connection, after which nothing more is read from it. Packets are sent whole, one at a
+own, at most `_MAX_WAITING` a connection; more are refused. Packets are sent whole, one at a
 time. A client that does not read its replies stops only itself.
 """
 
@@ -24,7 +24,7 @@ from kvfs import messages as m
 from kvfs import namespace as namespaces
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.chunk import align
-from kvfs.errors import CorruptChunk, KvfsError, ProtocolError, UsageError
+from kvfs.errors import CorruptChunk, KvfsError, ProtocolError, UnavailableError, UsageError
 from kvfs.extents import ExtentAllocator
 from kvfs.intake import Reservation
 from kvfs.keys import Key, split
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _MAX_WAITING = 32
 _MAX_SESSIONS = 512
 _BACKLOG = 128
+_MAX_FAILURE_CHARACTERS = 1000
 _PEER = struct.Struct("3i")
 _leases = itertools.count(1)
 
@@ -122,7 +123,7 @@ class Session:
                     request = m.decode_request(packet)
                 except ProtocolError as error:
                     self._store.counters.protocol_errors += 1
-                    await self._send(m.Failure(0, str(error)))
+                    await self._refuse(0, error)
                     continue
                 await self._dispatch(request, nursery)
             nursery.cancel_scope.cancel()
@@ -142,7 +143,11 @@ class Session:
 
     async def _dispatch(self, request: m.AnyRequest, nursery: trio.Nursery) -> None:
         if isinstance(request, m.Load | m.Publish | m.Suspect):
-            await self._waiting.acquire()
+            try:
+                self._waiting.acquire_nowait()
+            except trio.WouldBlock:  # waiting here would hide the end of the session, and with it leases
+                await self._refuse(request.id, UnavailableError(f"{_MAX_WAITING} requests of this session are waiting"))
+                return
             nursery.start_soon(self._answer_later, request)
         else:
             await self._answer(request)
@@ -161,7 +166,10 @@ class Session:
         except KvfsError as error:
             if isinstance(error, ProtocolError):
                 self._store.counters.protocol_errors += 1
-            await self._send(m.Failure(request.id, str(error)))
+            await self._refuse(request.id, error)
+
+    async def _refuse(self, id_: int, error: KvfsError) -> None:
+        await self._send(m.Failure(id_, str(error)[:_MAX_FAILURE_CHARACTERS]))  # it may quote what the client sent
 
     async def _handle(self, request: m.AnyRequest) -> None:
         match request:
@@ -301,7 +309,16 @@ class Session:
         table = self._attached
         if self._window is None:
             raise ProtocolError("open a window before storing")
-        slots = [self._slot(table, new) for new in request.chunks]
+        slots: list[m.Slot] = []
+        try:
+            for new in request.chunks:
+                slots.append(self._slot(table, new))
+                await trio.lowlevel.checkpoint()  # a geometry that is new can take many milliseconds
+        except KvfsError:
+            for new, slot in zip(request.chunks, slots, strict=False):
+                if slot.status is m.StoreStatus.STORED:
+                    self._give_back_slot(new.chain[:16])
+            raise
         await self._send(m.Slots(request.id, tuple(slots)))
 
     def _slot(self, table: ChunkTable, new: m.NewChunk) -> m.Slot:
@@ -330,8 +347,8 @@ class Session:
             self._window.free(offset, align(reservation.geometry.payload_bytes))
 
     async def _publish(self, request: m.Publish) -> None:
+        table = self._attached
         statuses = [m.StoreStatus.UNKNOWN] * len(request.chunks)
-
         turns = [trio.Event() for _ in request.chunks]
         previous: trio.Event | None = None
 
@@ -350,7 +367,7 @@ class Session:
                 reserved = self._reserved.pop(finished.key, None)
                 if reserved is None or self._window_fd is None:
                     continue
-                if len(finished.checksums) != 8 * self._attached.namespace.num_layers:
+                if len(finished.checksums) != 8 * table.namespace.num_layers:
                     self._reserved[finished.key] = reserved
                     self._give_back_slot(finished.key)
                     statuses[index] = m.StoreStatus.BAD
@@ -358,7 +375,7 @@ class Session:
                 nursery.start_soon(publish, index, *reserved, finished.checksums, self._window_fd, previous)
                 previous = turns[index]
         await self._send(m.Published(request.id, tuple(statuses)))
-        found = [self._attached.chunks.get(Key(finished.key)) for finished in request.chunks]
+        found = [table.chunks.get(Key(finished.key)) for finished in request.chunks]
         self._store.stored([chunk for chunk in found if chunk is not None])
 
 
