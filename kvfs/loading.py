@@ -6,7 +6,6 @@ found no room in RAM are read from the volume, past the page cache, into memory 
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -15,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from kvfs import messages as m
-from kvfs.chunk import Facts, Geometry, align, checksum, parse_header
+from kvfs.chunk import ALIGNMENT, Facts, Geometry, align, checksum, parse_header
 from kvfs.connection import Connection
 from kvfs.errors import CorruptChunk, KvfsError, UnavailableError
 from kvfs.keys import ChainHash
@@ -143,7 +142,7 @@ class Load:
             raise UnavailableError("there is no room in RAM and the volume cannot be read")
         buffer = aligned_buffer(align(place.length))
         try:
-            _read_exactly(connection.volume_fd, buffer[: place.length], place.offset)
+            _read_to_the_end(connection.volume_fd, buffer[: place.length], place.offset)
         except OSError as error:
             raise UnavailableError(f"the volume could not be read: {error}") from error
         return buffer[: place.length].toreadonly()
@@ -181,10 +180,11 @@ class Load:
         self.close()
 
 
-def _read_exactly(fd: int, buffer: memoryview, offset: int) -> None:
+def _read_to_the_end(fd: int, buffer: memoryview, offset: int) -> None:
+    """Fill `buffer`, which is all zeros, as far as the file goes: bytes that a truncated volume lost fit no checksum."""
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset + done)
-        if count <= 0:
-            raise OSError(errno.EIO, "short read")
         done += count
+        if count == 0 or done % ALIGNMENT:
+            return

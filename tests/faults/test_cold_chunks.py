@@ -475,16 +475,17 @@ async def test_layers_that_were_announced_stay_while_they_are_held(tmp_path: Pat
         assert store.statistics().ram.used_bytes == used - chunk.length
 
 
-@pytest.mark.expect_log("could not be read")
+@pytest.mark.expect_log("is corrupt and was dropped")
 async def test_a_truncated_volume(tmp_path: Path) -> None:
-    """A volume that lost its end: misses for what was there, everything else goes on."""
+    """A volume that lost its end: what was there is proven bad and dropped, everything else goes on."""
     chain = await stored_before(tmp_path, MIB, 3)
     async with opened(tmp_path, MIB) as (store, table):
         last = max(table.chunks.values(), key=lambda chunk: chunk.nvme)
         os.truncate(tmp_path / "nvme" / VOLUME, last.nvme + 8192)
         promotion = await promoted(store, last)
         assert promotion is not None
-        assert isinstance(promotion.error, UnavailableError)
+        assert isinstance(promotion.error, CorruptChunk)
+        assert last.is_removed
+        assert len(table.chunks) == 2
         for chunk in table.chunks.values():
-            if chunk is not last:
-                assert is_right(await read_all(store, chunk), chain, chunk.position, MIB)
+            assert is_right(await read_all(store, chunk), chain, chunk.position, MIB)
