@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -35,9 +36,12 @@ log = logging.getLogger(__name__)
 
 _MAX_WAITING = 32
 _MAX_SESSIONS = 512
+_MAX_LEASES = 16_384  # of one session: one for each request of an engine that is under way
 _BACKLOG = 128
 _MAX_FAILURE_CHARACTERS = 1000
 _PEER = struct.Struct("3i")
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED)  # accept(2): it may work later
+_ACCEPT_AGAIN_S = 0.1
 _leases = itertools.count(1)
 
 
@@ -56,12 +60,28 @@ class Sessions:
         task_status.started()
         async with trio.open_nursery() as nursery:
             while True:
-                connection, _ = await accepting.accept()
+                connection = await self._accept(accepting)
                 if self.num_open >= _MAX_SESSIONS:
                     log.warning("more than %d sessions: a client was turned away", _MAX_SESSIONS)
                     connection.close()
                     continue
                 nursery.start_soon(self._serve_one, connection)
+
+    async def _accept(self, accepting: trio.socket.SocketType) -> trio.socket.SocketType:
+        """The next client. What keeps one out now, such as a process out of descriptors, must not end the others."""
+        has_complained = False
+        while True:
+            try:
+                connection, _ = await accepting.accept()
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    raise
+                if not has_complained:
+                    log.warning("clients have to wait: %s", error.strerror)
+                has_complained = True
+                await trio.sleep(_ACCEPT_AGAIN_S)
+            else:
+                return connection
 
     async def _serve_one(self, connection: trio.socket.SocketType) -> None:
         self.num_open += 1
@@ -238,6 +258,9 @@ class Session:
         """Remember leases that were taken; returns their number, 0 for none."""
         if not chunks:
             return 0
+        if len(self._leases) >= _MAX_LEASES:
+            self._release(chunks)
+            raise ProtocolError(f"a session holds at most {_MAX_LEASES} leases: release some")
         lease = next(_leases)
         self._leases[lease] = chunks
         return lease
