@@ -296,6 +296,8 @@ async def talk(nursery, store, sessions):
     while line := await trio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
         if line.strip() == "flush":
             say(await store.flush(30))
+        elif line.strip() == "clean":
+            say([chunk.key.hex() for chunk in store.catalog.chunks() if not chunk.is_dirty])
         else:
             say({**msgspec.to_builtins(store.statistics()), "num_sessions": sessions.num_open})
     nursery.cancel_scope.cancel()
@@ -362,6 +364,10 @@ class DaemonProcess:
     def flush(self) -> bool:
         """Wait until nothing is dirty."""
         return self._ask("flush") is True
+
+    def clean_keys(self) -> set[bytes]:
+        """The chunks that would survive a crash now."""
+        return {bytes.fromhex(key) for key in self._ask("clean")}
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
