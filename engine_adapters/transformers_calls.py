@@ -22,7 +22,7 @@ CACHE_ARGUMENT = (
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     else "past_key_values"
 )
-"""How the installed transformers calls the argument for a cache; it was renamed in 5.20 or thereabouts."""
+"""What the installed transformers calls the argument for a cache: `past_key_values` in 5.17, `cache` in 5.24."""
 
 OWN_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 

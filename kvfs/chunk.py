@@ -35,6 +35,7 @@ MAX_HEADER_BYTES = 4 << 20
 SUFFIX = ".safetensors"
 _PREFIX = struct.Struct("<Q")
 _CHECKSUM_HEX = 16
+_MAX_DERIVED_BYTES = 64 << 20  # of geometries that a namespace remembers
 _FIELDS = (
     ("format", 12), ("fingerprint", 64), ("rank", 12), ("chain", 64), ("key", 32), ("parent", 32), ("position", 10),
     ("num_tokens", 6), ("created_ns", 20),
@@ -135,7 +136,10 @@ def geometry(namespace: Namespace, num_tokens: int) -> Geometry:
     """
     known: Geometry | None = namespace.derived.get(num_tokens)
     if known is None:
-        known = namespace.derived[num_tokens] = _geometry(namespace, num_tokens)
+        known = _geometry(namespace, num_tokens)
+        if len(namespace.derived) * known.header_bytes > _MAX_DERIVED_BYTES:
+            namespace.derived.clear()
+        namespace.derived[num_tokens] = known
     return known
 
 

@@ -110,18 +110,22 @@ class Client:
 
     def _connect(self) -> Connection:
         """A new connection. The socket's path survives a remount, so the mount itself is asked only if that fails."""
+        deadline = time.monotonic() + self.deadline_s
         known, self._socket_path = self._socket_path, None
         if known is not None and os.path.exists(known):
             path = known
         else:
             path = find_socket(self.mount, self.deadline_s)
-        connection = Connection.open(path, self.namespace, self._name, self.deadline_s)
+        left_s = max(0.001, deadline - time.monotonic())
+        connection = Connection.open(path, self.namespace, self._name, left_s)
         self._socket_path = path
         return connection
 
     def _attached(self) -> Connection | None:
-        """The connection, or None while the cache is failing."""
-        with self._lock:
+        """The connection, or None while the cache is failing, or while another thread does not get to connect."""
+        if not self._lock.acquire(timeout=self.deadline_s):
+            return None
+        try:
             connection = self._connection
             if connection is not None and not connection.is_broken:
                 return connection
@@ -135,10 +139,12 @@ class Client:
                 return None
             self._has_complained = False
             return self._connection
+        finally:
+            self._lock.release()
 
     def _failed(self, error: KvfsError) -> None:
         self.statistics.failures += 1
-        self._retry_at = time.monotonic() + RETRY_S
+        self._retry_at = time.monotonic() + RETRY_S  # heeded only once the connection is broken
         if not self._has_complained:
             log.warning("the cache at %s does not answer, going on without it: %s", self.mount, error)
             self._has_complained = True

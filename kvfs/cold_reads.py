@@ -51,11 +51,12 @@ class ColdReads:
             try:
                 await self._fill(chunk, buffer)
             finally:
-                if not buffer.view or buffer.error is not None or not buffer.ready.is_set():
-                    self._buffers.pop(chunk, None)
-                if not buffer.ready.is_set():  # cancelled: whoever waits has to try again
-                    buffer.error = UnavailableError("the read was interrupted")
-                buffer.ready.set()
+                if not buffer.ready.is_set():
+                    if self._buffers.get(chunk) is buffer:
+                        del self._buffers[chunk]
+                    if buffer.error is None:  # cancelled: whoever waits has to try again
+                        buffer.error = UnavailableError("the read was interrupted")
+                    buffer.ready.set()
         else:
             self._buffers.move_to_end(chunk)
             await buffer.ready.wait()

@@ -41,6 +41,7 @@ class Commits:
         self._round = _Round()
         self._wake = trio.Event()
         self._limiter = trio.CapacityLimiter(1)
+        self._is_failing = False
 
     def use(self, free: Callable[[int, int], None]) -> None:
         """Give extents back to another allocator from now on."""
@@ -92,13 +93,18 @@ class Commits:
             if current.batch:
                 await trio.to_thread.run_sync(self._index.commit, current.batch, limiter=self._limiter)
         except sqlite3.Error as error:
-            log.error("the index could not be written, trying again: %s", error)
+            if not self._is_failing:
+                log.error("the index could not be written, trying again: %s", error)
+            self._is_failing = True
             current.error = error
             self._keep_for_next_round(current)
             current.done.set()
             await trio.sleep(_RETRY_S)
             self._wake.set()
             return
+        if self._is_failing and current.batch:
+            log.info("the index can be written again")
+            self._is_failing = False
         for offset, length in current.extents:
             self._free(offset, length)
         current.done.set()

@@ -33,7 +33,7 @@ MIN_TIER_BYTES = 1 << 20
 MAX_TIER_BYTES = 1 << 50
 MAX_IO_THREADS = 256
 MAX_SOCKET_DIRECTORY_BYTES = 76  # sockaddr_un holds 107; the daemon adds a directory and a name, 30 together
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$", re.ASCII)
 
 
 def parse_size(text: str | int) -> int:

@@ -1,7 +1,9 @@
 """A connection to a daemon, as a client has it: the socket, the mapped arena, the window.
 
-Concurrency: a lock lets one thread ask at a time. A request that gets no answer in time breaks the connection, since
-nobody could tell its late reply from another's; whoever holds the connection then attaches anew.
+Concurrency: a lock lets one thread ask at a time; who does not get it by its deadline goes without an answer. A request
+that gets no answer in time breaks the connection, since nobody could tell its late reply from another's; whoever holds
+the connection then attaches anew. Its socket stays open, unused, until the last load of it is closed: while it is open
+the daemon keeps the leases, and with them the bytes that an engine may be copying at this moment.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,7 +59,11 @@ def find_socket(mount: Path, deadline_s: float) -> str:
 
 
 class Connection:
-    """An open session. Attributes: arena: the mapped arena, read-only; volume_fd; welcome; is_broken."""
+    """An open session.
+
+    Attributes: arena: the mapped arena, read-only; volume_fd; welcome; is_broken: nothing can be asked any more;
+    is_closed: nothing can be read either.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -68,6 +75,9 @@ class Connection:
         self.volume_fd: int | None = None
         self.welcome: m.Welcome | None = None
         self.is_broken = False
+        self.is_closed = False
+        self._num_holds = 0
+        self._holding = threading.Lock()
         self._early: dict[int, deque[m.AnyReply]] = {}  # replies that came while another was awaited
         self._awaited: set[int] = set()  # requests whose reply will be asked for later
 
@@ -116,22 +126,26 @@ class Connection:
 
     def ask(self, request: m.Request, kind: type[R], deadline_s: float) -> R:
         """Send a request and wait for its reply. Raises UnavailableError, or UsageError if it was refused."""
-        with self._lock:
-            self.send(request, deadline_s)
-            return self.receive(request.id, kind, time.monotonic() + deadline_s)
+        return self._ask_for_fds(request, kind, deadline_s)[0]
 
     def post(self, request: m.Request) -> None:
         """Send a request whose reply says nothing; a broken connection has given back everything anyway."""
         with contextlib.suppress(UnavailableError, UsageError):
             self.ask(request, m.Done, 1.0)
 
-    @property
-    def lock(self) -> threading.RLock:
-        """Held by whoever expects more than one reply."""
-        return self._lock
+    @contextlib.contextmanager
+    def turn(self, deadline: float) -> Iterator[None]:
+        """Hold the lock. Raises UnavailableError if another thread's request has it until the deadline."""
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise UnavailableError("an earlier request has not been answered yet")
+        try:
+            yield
+        finally:
+            if self.is_closed:
+                self._socket.close()  # which nobody else may do while this thread waits for a reply
+            self._lock.release()
 
-    def send(self, request: m.Request, deadline_s: float) -> None:
-        """Send a request; the caller holds the lock. Raises UnavailableError."""
+    def _send(self, request: m.Request, deadline_s: float) -> None:
         if self.is_broken:
             raise UnavailableError("the session has ended")
         packet = m.encode(request)
@@ -142,33 +156,37 @@ class Connection:
             raise self._broke(error) from error
 
     def receive(self, id_: int, kind: type[R], deadline: float) -> R:
-        """The reply with this id; the caller holds the lock. `deadline` is of the monotonic clock."""
+        """The reply with this id; the caller has its `turn`. `deadline` is of the monotonic clock."""
         return self._receive(id_, kind, deadline)[0]
 
     def _ask_for_fds(self, request: m.Request, kind: type[R], deadline_s: float) -> tuple[R, list[int]]:
-        with self._lock:
-            self.send(request, deadline_s)
-            return self._receive(request.id, kind, time.monotonic() + deadline_s)
+        deadline = time.monotonic() + deadline_s
+        with self.turn(deadline):
+            self._send(request, deadline_s)
+            return self._receive(request.id, kind, deadline)
 
     def begin(self, request: m.Request, deadline_s: float) -> None:
         """Send a request whose reply is taken with `finish`, after others perhaps. Raises UnavailableError."""
-        with self._lock:
-            self.send(request, deadline_s)
+        with self.turn(time.monotonic() + deadline_s):
+            self._send(request, deadline_s)
             self._awaited.add(request.id)
 
     def finish(self, id_: int, kind: type[R], deadline_s: float) -> R:
         """The reply to a request that `begin` sent. Raises UnavailableError, or UsageError if it was refused."""
-        with self._lock:
-            try:
-                return self.receive(id_, kind, time.monotonic() + deadline_s)
-            finally:
-                self._awaited.discard(id_)
+        deadline = time.monotonic() + deadline_s
+        try:
+            with self.turn(deadline):
+                return self.receive(id_, kind, deadline)
+        finally:
+            self._awaited.discard(id_)
 
     def _receive(self, id_: int, kind: type[R], deadline: float) -> tuple[R, list[int]]:
         fds: list[int] = []
         while True:
             answer = self._take_early(id_)
             if answer is None:
+                if self.is_broken:
+                    raise UnavailableError("the session has ended")
                 packet, fds = self._receive_packet(deadline)
                 answer = self._decode(packet)
             if isinstance(answer, m.Failure) and answer.id in (id_, 0):
@@ -176,7 +194,7 @@ class Connection:
             if answer.id == id_ and isinstance(answer, kind):
                 return answer, fds
             if not isinstance(answer, m.Arrived) and answer.id not in self._awaited:
-                self.is_broken = True
+                self.give_up()
                 raise ProtocolError(f"the daemon sent {type(answer).__name__} where {kind.__name__} was due")
             self._early.setdefault(answer.id, deque()).append(answer)
 
@@ -193,7 +211,7 @@ class Connection:
         try:
             return m.decode_reply(packet)
         except ProtocolError:
-            self.is_broken = True
+            self.give_up()
             raise
 
     def _receive_packet(self, deadline: float) -> tuple[bytes, list[int]]:
@@ -210,8 +228,7 @@ class Connection:
         return packet, fds
 
     def _broke(self, error: OSError) -> UnavailableError:
-        self.is_broken = True
-        self._socket.close()
+        self.give_up()
         if isinstance(error, TimeoutError):
             return UnavailableError("the daemon did not answer in time")
         return UnavailableError(f"the session broke: {error.strerror or error}")
@@ -223,10 +240,10 @@ class Connection:
 
         Raises UnavailableError or UsageError.
         """
-        with self._lock:
-            assert self.welcome is not None
-            if self.welcome.is_trusted:
-                return self.arena
+        assert self.welcome is not None
+        if self.welcome.is_trusted:
+            return self.arena
+        with self.turn(time.monotonic() + deadline_s):
             if self._window is None:
                 size_bytes = min(size_bytes, self.welcome.max_window_bytes)
                 reply, fds = self._ask_for_fds(m.OpenWindow(self.next_id(), size_bytes), m.Window, deadline_s)
@@ -239,16 +256,47 @@ class Connection:
                 self._window = memoryview(window)
             return self._window
 
+    def hold(self) -> bool:
+        """A load begins to look at the arena; returns False if it is too late."""
+        with self._holding:
+            self._num_holds += not self.is_closed
+            return not self.is_closed
+
+    def let_go(self) -> None:
+        """A load has ended; the last one of a broken session closes it."""
+        with self._holding:
+            self._num_holds -= 1
+            is_last = self.is_broken and not self._num_holds
+        if is_last:
+            self.close()
+
+    def give_up(self) -> None:
+        """Ask nothing more; close now, or with the last load."""
+        with self._holding:
+            self.is_broken = True
+            is_last = not self._num_holds
+        if is_last:
+            self.close()
+
     def close(self) -> None:
         """End the session. Memory that somebody still looks at is unmapped when they are done."""
-        self.is_broken = True
-        self._socket.close()
+        self.is_broken = self.is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._end()
+
+    def _end(self) -> None:
+        """Close the socket, or leave that to the thread that waits for a reply; give back what is mapped."""
+        if self._lock.acquire(blocking=False):
+            self._socket.close()
+            self._lock.release()
         self._unmap()
 
     def abandon(self) -> None:
         """Close this process's copies after a fork, without a word to the daemon."""
-        self._lock = threading.RLock()
-        self.close()
+        self._lock, self._holding = threading.RLock(), threading.Lock()
+        self.is_broken = self.is_closed = True
+        self._end()
 
     def _unmap(self) -> None:
         if self.volume_fd is not None:

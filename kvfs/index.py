@@ -21,6 +21,12 @@ from kvfs.errors import FormatError, UsageError
 log = logging.getLogger(__name__)
 
 VERSION = 1
+_NO_PROOF = frozenset({
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOLFS, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_READONLY,
+})  # fmt: skip
+"""Primary result codes that say something of the system, and nothing of what is in the index."""
 FILE_NAME = "index.sqlite"
 _SCHEMA = f"""
 CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
@@ -31,6 +37,11 @@ CREATE TABLE chunks (
 ) WITHOUT ROWID;
 PRAGMA user_version = {VERSION};
 """
+_NAMESPACES = "SELECT number, directory, document, created_ns FROM namespaces"
+_CHUNKS = (
+    "SELECT namespace, key, parent, position, num_tokens, offset, length, created_ns, last_used_ns, hits"
+    " FROM chunks ORDER BY position"
+)
 
 
 class NamespaceRow(NamedTuple):
@@ -87,27 +98,23 @@ class Index:
     def open(cls, path: Path, volume_identity: bytes) -> Index:
         """Open the index of this volume, or begin one.
 
-        Raises UsageError for an index of another version.
+        Raises UsageError for an index of another version, or one that the system does not let us open.
         """
-        connection = None
-        if path.exists():
-            connection = _open_present(path, volume_identity)
-        if connection is None:
-            connection = _create(path, volume_identity)
+        try:
+            connection = _open_present(path, volume_identity) if path.exists() else None
+            if connection is None:
+                connection = _create(path, volume_identity)
+        except sqlite3.Error as error:
+            raise UsageError(f"cannot open the index {path}: {error}") from error
         return cls(path, connection)
 
     def namespaces(self) -> list[NamespaceRow]:
-        """All namespaces."""
-        rows = self._connection.execute("SELECT number, directory, document, created_ns FROM namespaces")
-        return [NamespaceRow(*row) for row in rows]
+        """All namespaces. SQLite stores any type in any column: who trusts a value has to look at it."""
+        return [NamespaceRow(*row) for row in self._connection.execute(_NAMESPACES)]
 
     def chunks(self) -> list[ChunkRow]:
-        """All chunks, parents before children."""
-        rows = self._connection.execute(
-            "SELECT namespace, key, parent, position, num_tokens, offset, length, created_ns, last_used_ns, hits"
-            " FROM chunks ORDER BY position"
-        )
-        return [ChunkRow(*row) for row in rows]
+        """All chunks, parents before children. What is true of `namespaces` is true here."""
+        return [ChunkRow(*row) for row in self._connection.execute(_CHUNKS)]
 
     def commit(self, batch: Batch) -> None:
         """Carry out a batch; durable when it returns. Raises sqlite3.Error, and then nothing of it was done."""
@@ -128,8 +135,14 @@ class Index:
 
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
+    # A flipped bit makes a blob a text that is no UTF-8, which must not end the start.
+    connection.text_factory = lambda raw: raw.decode("utf-8", "backslashreplace")
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+    except sqlite3.Error:
+        connection.close()
+        raise
     return connection
 
 
@@ -155,13 +168,23 @@ def _open_present(path: Path, volume_identity: bytes) -> sqlite3.Connection | No
         row = connection.execute("SELECT value FROM facts WHERE name = 'volume'").fetchone()
         if row is None or row[0] != volume_identity:
             raise FormatError("it belongs to another volume")
+        for query in (_NAMESPACES, _CHUNKS):
+            connection.execute(query).fetchone()  # a damaged schema may lack a column
         return connection
     except (sqlite3.DatabaseError, FormatError) as error:
         if connection is not None:
             connection.close()
+        if isinstance(error, sqlite3.DatabaseError) and not _proves_damage(error):
+            raise
         aside = path.with_name(path.name + ".set-aside")
         log.error("the index %s cannot be trusted (%s): moved to %s, the cache begins empty", path, error, aside.name)
         path.rename(aside)
         for suffix in ("-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         return None
+
+
+def _proves_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether the content is to blame. A full disk, or a lock that somebody holds, costs no cache."""
+    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    return code & 0xFF not in _NO_PROOF

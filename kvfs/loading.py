@@ -6,7 +6,6 @@ found no room in RAM are read from the volume, past the page cache, into memory 
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -15,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from kvfs import messages as m
-from kvfs.chunk import Facts, Geometry, align, checksum, parse_header
+from kvfs.chunk import ALIGNMENT, Facts, Geometry, align, checksum, parse_header
 from kvfs.connection import Connection
 from kvfs.errors import CorruptChunk, KvfsError, UnavailableError
 from kvfs.keys import ChainHash
@@ -65,6 +64,8 @@ class Load:
         """Ask for a load. Raises UnavailableError or UsageError."""
         deadline = time.monotonic() + deadline_s
         reply = connection.ask(request, m.Loaded, deadline_s + 0.2)
+        if not connection.hold():
+            raise UnavailableError("the session has ended")
         return cls(connection, namespace, chains, reply, deadline)
 
     @property
@@ -107,8 +108,9 @@ class Load:
         connection = self._connection
         if connection is None:
             raise UnavailableError("the load was closed")
-        with connection.lock:
-            arrived = connection.receive(self._id, m.Arrived, self._deadline + 0.2)
+        deadline = self._deadline + 0.2
+        with connection.turn(deadline):
+            arrived = connection.receive(self._id, m.Arrived, deadline)
         self._num_layers = max(self._num_layers, arrived.num_layers)
         self._failed.update(arrived.failed)
 
@@ -130,7 +132,9 @@ class Load:
     def _view(self, index: int) -> memoryview:
         """The whole chunk file: in the arena, or read from the volume."""
         place, connection = self._placements[index], self._connection
-        if place.tier is Tier.NONE or connection is None:
+        if connection is None or connection.is_closed:
+            raise UnavailableError("the load has ended")
+        if place.tier is Tier.NONE:
             raise UnavailableError(f"chunk {self._chains[index][:16].hex()} is not stored")
         if place.tier is Tier.RAM:
             return connection.arena[place.offset : place.offset + place.length].toreadonly()
@@ -138,7 +142,7 @@ class Load:
             raise UnavailableError("there is no room in RAM and the volume cannot be read")
         buffer = aligned_buffer(align(place.length))
         try:
-            _read_exactly(connection.volume_fd, buffer[: place.length], place.offset)
+            _read_to_the_end(connection.volume_fd, buffer[: place.length], place.offset)
         except OSError as error:
             raise UnavailableError(f"the volume could not be read: {error}") from error
         return buffer[: place.length].toreadonly()
@@ -153,15 +157,19 @@ class Load:
         self._headers.clear()
         if connection is None:
             return
+        deadline = self._deadline + 0.2
         try:
-            with self._lock, connection.lock:
+            with self._lock, connection.turn(max(deadline, time.monotonic() + 0.2)):
                 while self._num_layers < self._namespace.num_layers and not connection.is_broken:
-                    arrived = connection.receive(self._id, m.Arrived, self._deadline + 0.2)
+                    arrived = connection.receive(self._id, m.Arrived, deadline)
                     self._num_layers = max(self._num_layers, arrived.num_layers)
         except KvfsError:
-            return  # a broken session has given everything back
-        if self._lease:
-            connection.post(m.Release(connection.next_id(), self._lease))
+            connection.give_up()  # its end gives everything back
+        else:
+            if self._lease:
+                connection.post(m.Release(connection.next_id(), self._lease))
+        finally:
+            connection.let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -172,10 +180,11 @@ class Load:
         self.close()
 
 
-def _read_exactly(fd: int, buffer: memoryview, offset: int) -> None:
+def _read_to_the_end(fd: int, buffer: memoryview, offset: int) -> None:
+    """Fill `buffer`, which is all zeros, as far as the file goes: bytes that a truncated volume lost fit no checksum."""
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset + done)
-        if count <= 0:
-            raise OSError(errno.EIO, "short read")
         done += count
+        if count == 0 or done % ALIGNMENT:
+            return

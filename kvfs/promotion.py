@@ -34,7 +34,7 @@ class Promotion:
         layers: how many layers from the first are there, verified.
         error: why it failed, once it did.
         num_left: pieces that are not read yet, or given up.
-        has_header: set, from a thread, when the first piece is there or given up.
+        has_header, has_failed: set, from a thread, when the first piece is there or given up; when any was given up.
     """
 
     def __init__(self, chunk: Chunk, offset: int, buffer: memoryview) -> None:
@@ -46,6 +46,7 @@ class Promotion:
         self.error: KvfsError | None = None
         self.num_left = len(self.pieces)
         self.has_header = threading.Event()
+        self.has_failed = False
         self._is_there = [False] * len(self.pieces)
         self._next_piece = 0
         self._changed = trio.Event()
@@ -107,9 +108,8 @@ class Promoter:
         async with trio.open_nursery() as nursery:
             for _ in range(min(self._nvme.num_threads, len(queue))):
                 nursery.start_soon(self._nvme.in_thread, self._read_pieces, queue, token)
-        if self._under_way.keys().isdisjoint(promotion.chunk for promotion in promotions):
-            return
-        raise AssertionError("a promotion never ended")
+        if any(self._under_way.get(promotion.chunk) is promotion for promotion in promotions):
+            raise AssertionError("a promotion never ended")
 
     def _read_pieces(self, queue: deque[tuple[Promotion, int]], token: trio.lowlevel.TrioToken) -> None:
         """In a thread: read and verify piece after piece; hopping back for each would cost a tenth of the speed."""
@@ -125,15 +125,17 @@ class Promoter:
     def _read_piece(self, promotion: Promotion, number: int) -> KvfsError | None:
         chunk, piece = promotion.chunk, promotion.pieces[number]
         try:
-            if promotion.error is None:
+            if not promotion.has_failed:
                 self._nvme.read_now(chunk, piece, promotion.buffer)
                 if number:  # the checksums are in the header, and another thread may still be reading that
                     promotion.has_header.wait()
-                if promotion.error is None:
+                if not promotion.has_failed:
                     verify(chunk, piece, promotion.buffer)
         except CorruptChunk as error:
+            promotion.has_failed = True
             return error
         except OSError as error:
+            promotion.has_failed = True  # nobody may take a header that could not be read for a wrong one
             log.error("chunk %s could not be read: %s", chunk.key.hex(), error)
             return UnavailableError(f"chunk {chunk.key.hex()} could not be read: {error}")
         finally:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +21,10 @@ import trio
 from kvfs import namespace as namespaces
 from kvfs.arena import Arena
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
-from kvfs.chunk import Facts, geometry, parse_header, verify_payload
+from kvfs.chunk import Facts, Geometry, geometry, parse_header, verify_payload
 from kvfs.cold_reads import ColdReads
 from kvfs.commits import Commits
-from kvfs.config import Settings
+from kvfs.config import Settings, format_size
 from kvfs.errors import CorruptChunk, UnavailableError, UsageError
 from kvfs.index import FILE_NAME, Index, NamespaceRow
 from kvfs.intake import Handed, Reservation, receive
@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 _SAVE_USE_EVERY_S = 10.0
 _FLUSH_AT_END_S = 60.0
 _MAX_WINDOWS = 16
+_MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and stays when its last chunk goes
 
 
 class Store:
@@ -64,6 +65,7 @@ class Store:
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self._used: set[Chunk] = set()
+        self._too_large: set[ChunkTable] = set()  # of which that was said
         self._promoter: Promoter | None = None
         self._writer: WriteBehind | None = None
         self._cold: ColdReads | None = None
@@ -95,6 +97,8 @@ class Store:
         geometry(namespace, namespace.identity.tokens_per_chunk)
         tables = self.catalog.tables
         is_known = namespace.directory in tables
+        if not is_known and len(tables) >= _MAX_NAMESPACES:
+            raise UsageError(f"there are {_MAX_NAMESPACES} namespaces already, and no more are taken")
         table = self.catalog.table(namespace, self.system.time_ns())
         if not is_known:
             table.number = 1 + max((other.number for other in tables.values()), default=0)
@@ -206,11 +210,22 @@ class Store:
         if key in table.chunks:
             self.counters.stores_existing += 1
             return StoreStatus.EXISTS
-        offset = self._residency.reserve_ram(geo.file_bytes)
+        offset = self._residency.reserve_ram(geo.file_bytes) if self._fits(table, geo) else None
         if offset is None:
             self.counters.stores_refused += 1
             return StoreStatus.REFUSED
         return Reservation(table, new, key, geo, offset)
+
+    def _fits(self, table: ChunkTable, geo: Geometry) -> bool:
+        """Whether every tier is as large as a chunk: one that the volume can never hold would stay dirty for ever."""
+        tiers = (self._residency.ram, self._residency.nvme)
+        capacity = min(tier.extents.capacity for tier in tiers if tier is not None)
+        if geo.file_bytes <= capacity:
+            return True
+        if table not in self._too_large:
+            self._too_large.add(table)
+            log.warning("chunks of %s have %d bytes, more than a tier holds: refused", table.directory, geo.file_bytes)
+        return False
 
     def abort(self, reservation: Reservation) -> None:
         """Give a reservation back."""
@@ -382,26 +397,49 @@ def _verify_whole(chunk: Chunk, view: memoryview) -> None:
     verify_payload(geo, facts, view)
 
 
+def _check_memory(settings: Settings, system: System) -> None:
+    """Refuse what would bring the kernel to kill processes: the arena is filled at once."""
+    available = system.available_memory()
+    if available is not None and settings.ram_bytes > available:
+        wanted, left = format_size(settings.ram_bytes), format_size(available)
+        raise UsageError(f"a RAM tier of {wanted} does not fit: {left} of memory are available; give a smaller ram")
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """What the system refuses at the start is for the operator to mend: one sentence."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise UsageError(f"cannot open {what}: {error.strerror or error}{where}") from error
+
+
 @asynccontextmanager
 async def open_store(settings: Settings, system: System | None = None) -> AsyncIterator[Store]:
     """A running store with these settings. Leaving the context flushes what is dirty, for at most a minute.
 
-    Raises UsageError for what an operator has to mend, OSError for a device that fails.
+    Raises UsageError for what an operator has to mend.
     """
     system = system or System()
+    _check_memory(settings, system)
     events, counters = EventLog(system), Counters()
     windows = settings.window_bytes * _MAX_WINDOWS
-    arena = await trio.to_thread.run_sync(
-        lambda: Arena.create(settings.ram_bytes, huge_pages=settings.huge_pages == "auto", window_budget_bytes=windows)
-    )
+    with _told("the RAM tier"):
+        arena = await trio.to_thread.run_sync(
+            lambda: Arena.create(
+                settings.ram_bytes, huge_pages=settings.huge_pages == "auto", window_budget_bytes=windows
+            )
+        )
     volume: Volume | None = None
     index: Index | None = None
     try:
         nvme = commits = None
         if settings.nvme_directory is not None and settings.nvme_bytes is not None:
             directory = Path(settings.nvme_directory)
-            volume = Volume.open(directory, settings.nvme_bytes, system)
-            index = Index.open(directory / FILE_NAME, volume.identity)
+            with _told(f"the volume in {directory}"):
+                volume = Volume.open(directory, settings.nvme_bytes, system)
+                index = Index.open(directory / FILE_NAME, volume.identity)
             nvme = NvmeTier(volume, settings.io_threads)
             commits = Commits(index, nvme.extents.free)
         residency = Residency(RamTier(arena), nvme, commits, counters, events, system)

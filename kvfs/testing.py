@@ -18,7 +18,8 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,7 +35,7 @@ from kvfs.intake import Handed, Reservation, WindowSlot
 from kvfs.keys import ChainHash, KeyChain
 from kvfs.messages import NewChunk, StoreStatus
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
-from kvfs.store import Store
+from kvfs.store import Store, open_store
 from kvfs.system import System
 from kvfs.volume import aligned_buffer
 
@@ -61,9 +62,13 @@ class FaultySystem(System):
         self.writes: list[tuple[int, int]] = []
         self.num_syncs = 0
         self.read_gate, self.write_gate, self.sync_gate = (threading.Event() for _ in range(3))
+        self.now_ns: int | None = None
+        self.open_gates()
+
+    def open_gates(self) -> None:
+        """Let every call go on."""
         for gate in (self.read_gate, self.write_gate, self.sync_gate):
             gate.set()
-        self.now_ns: int | None = None
 
     def time_ns(self) -> int:
         """`now_ns`, or the real time."""
@@ -193,6 +198,19 @@ def new_chunks(chain: KeyChain, begin: int = 0, end: int | None = None) -> list[
     ]
 
 
+@asynccontextmanager
+async def open_table(
+    directory: Path, namespace: Namespace, system: System | None = None, **settings: Any
+) -> AsyncIterator[tuple[Store, ChunkTable]]:
+    """A store with `settings_in` the directory, and the table of the namespace."""
+    async with open_store(settings_in(directory, **settings), system) as store:
+        try:
+            yield store, store.attach(namespace)
+        finally:
+            if isinstance(system, FaultySystem):  # a test that failed would wait for ever
+                system.open_gates()
+
+
 async def store_chunk(store: Store, table: ChunkTable, new: NewChunk, payload: bytes | None = None) -> StoreStatus:
     """Reserve and publish one chunk as a session does; the payload is that of `payload_of` unless given."""
     reservation = store.reserve(table, new)
@@ -279,6 +297,8 @@ async def talk(nursery, store, sessions):
     while line := await trio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
         if line.strip() == "flush":
             say(await store.flush(30))
+        elif line.strip() == "clean":
+            say([chunk.key.hex() for chunk in store.catalog.chunks() if not chunk.is_dirty])
         else:
             say({**msgspec.to_builtins(store.statistics()), "num_sessions": sessions.num_open})
     nursery.cancel_scope.cancel()
@@ -345,6 +365,10 @@ class DaemonProcess:
     def flush(self) -> bool:
         """Wait until nothing is dirty."""
         return self._ask("flush") is True
+
+    def clean_keys(self) -> set[bytes]:
+        """The chunks that would survive a crash now."""
+        return {bytes.fromhex(key) for key in self._ask("clean")}
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:

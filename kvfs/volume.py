@@ -91,13 +91,19 @@ class Volume:
         return cls(path, (fd, client_fd, lock_fd), identity, capacity, is_direct, system)
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset`; both, and the buffer's address, are multiples of 4096. Raises OSError."""
+        """Fill `buffer` from `offset`; both, and the buffer's address, are multiples of 4096. Raises OSError.
+
+        What lies behind the end of a truncated file reads as zeros: those bytes are gone, and no checksum fits them.
+        """
         done = 0
         while done < len(buffer):
             count = self._system.preadv(self.fd, [buffer[done : done + _MAX_TRANSFER]], offset + done)
-            if count <= 0:
-                raise OSError(errno.EIO, f"short read at {offset + done}", str(self.path))
             done += count
+            if count <= 0 or done % ALIGNMENT:
+                if offset + done < os.fstat(self.fd).st_size:
+                    raise OSError(errno.EIO, f"short read at {offset + done}", str(self.path))
+                buffer[done:] = bytes(len(buffer) - done)
+                return
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Write `buffers` one after the other from `offset`; aligned as in `read`. Not durable before `sync`.
@@ -171,6 +177,11 @@ def _grow(fd: int, path: Path, capacity: int, system: System) -> tuple[bytes, in
         raise UsageError(
             f"{path} holds {present} bytes and cannot shrink to {capacity}; give at least its size, or remove it"
         )
+    length = os.fstat(fd).st_size
+    if length < present:
+        log.error("%s was cut from %d to %d bytes; chunks that lay behind are lost", path, present, length)
+        length -= length % ALIGNMENT
+        _allocate(fd, path, length, present - length, system)
     if capacity > present:
         _allocate(fd, path, present, capacity - present, system)
         _write_superblock(fd, identity, capacity, system)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -40,6 +41,8 @@ def run(settings: Settings, ready: Callable[[], None]) -> None:
 
     Raises UsageError, in one sentence, for what cannot be mounted as asked. Must be called from the main thread.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each session takes two
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         trio.run(_serve, settings, ready)
     except BaseExceptionGroup as group:
@@ -107,14 +110,19 @@ class _Mounted:
     def __init__(self, path: str) -> None:
         self.is_gone = False
         self._path = path
+        self._ours = mountpoint.mount_at(path)
 
     def close(self) -> None:
         """End pyfuse3's side, and the mount if it is still there."""
-        pyfuse3.close(unmount=not self.is_gone)
+        pyfuse3.close(unmount=self._is_there())
+
+    def _is_there(self) -> bool:
+        """Whether the path still shows our mount: one that was detached lives on while files are open in it."""
+        return not self.is_gone and (self._ours is None or mountpoint.mount_at(self._path) == self._ours)
 
     async def unmount(self) -> None:
         """Unmount while the main loop still answers; if the mount is busy, detach it from the tree of names."""
-        if self.is_gone or await trio.to_thread.run_sync(mountpoint.unmount, self._path):
+        if not self._is_there() or await trio.to_thread.run_sync(mountpoint.unmount, self._path):
             self.is_gone = True
             return
         logger.warning("%s is busy: detached; programs with files open there get errors from now on", self._path)

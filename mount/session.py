@@ -3,7 +3,7 @@
 The end of a connection, whatever its cause, gives back all that it held: leases, and what was handed over half.
 
 Concurrency: one task reads a connection; requests that wait (`Load`, `Publish`, `Suspect`) go on in tasks of their
-own, at most `_MAX_WAITING` a connection, after which nothing more is read from it. Packets are sent whole, one at a
+own, at most `_MAX_WAITING` a connection; more are refused. Packets are sent whole, one at a
 time. A client that does not read its replies stops only itself.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -23,7 +24,7 @@ import trio
 from kvfs import messages as m
 from kvfs import namespace as namespaces
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
-from kvfs.errors import CorruptChunk, KvfsError, ProtocolError
+from kvfs.errors import CorruptChunk, KvfsError, ProtocolError, UnavailableError
 from kvfs.intake import Handed
 from kvfs.keys import Key, split
 from kvfs.mount.handover import Handover, InArena, ThroughWindow
@@ -34,8 +35,12 @@ log = logging.getLogger(__name__)
 
 _MAX_WAITING = 32
 _MAX_SESSIONS = 512
+_MAX_LEASES = 16_384  # of one session: one for each request of an engine that is under way
 _BACKLOG = 128
+_MAX_FAILURE_CHARACTERS = 1000
 _PEER = struct.Struct("3i")
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED)  # accept(2): it may work later
+_ACCEPT_AGAIN_S = 0.1
 _leases = itertools.count(1)
 
 
@@ -54,12 +59,28 @@ class Sessions:
         task_status.started()
         async with trio.open_nursery() as nursery:
             while True:
-                connection, _ = await accepting.accept()
+                connection = await self._accept(accepting)
                 if self.num_open >= _MAX_SESSIONS:
                     log.warning("more than %d sessions: a client was turned away", _MAX_SESSIONS)
                     connection.close()
                     continue
                 nursery.start_soon(self._serve_one, connection)
+
+    async def _accept(self, accepting: trio.socket.SocketType) -> trio.socket.SocketType:
+        """The next client. What keeps one out now, such as a process out of descriptors, must not end the others."""
+        has_complained = False
+        while True:
+            try:
+                connection, _ = await accepting.accept()
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    raise
+                if not has_complained:
+                    log.warning("clients have to wait: %s", error.strerror)
+                has_complained = True
+                await trio.sleep(_ACCEPT_AGAIN_S)
+            else:
+                return connection
 
     async def _serve_one(self, connection: trio.socket.SocketType) -> None:
         self.num_open += 1
@@ -121,7 +142,7 @@ class Session:
                     request = m.decode_request(packet)
                 except ProtocolError as error:
                     self._store.counters.protocol_errors += 1
-                    await self._send(m.Failure(0, str(error)))
+                    await self._refuse(0, error)
                     continue
                 await self._dispatch(request, nursery)
             nursery.cancel_scope.cancel()
@@ -134,7 +155,11 @@ class Session:
 
     async def _dispatch(self, request: m.AnyRequest, nursery: trio.Nursery) -> None:
         if isinstance(request, m.Load | m.Publish | m.Suspect):
-            await self._waiting.acquire()
+            try:
+                self._waiting.acquire_nowait()
+            except trio.WouldBlock:  # waiting here would hide the end of the session, and with it leases
+                await self._refuse(request.id, UnavailableError(f"{_MAX_WAITING} requests of this session are waiting"))
+                return
             nursery.start_soon(self._answer_later, request)
         else:
             await self._answer(request)
@@ -153,7 +178,10 @@ class Session:
         except KvfsError as error:
             if isinstance(error, ProtocolError):
                 self._store.counters.protocol_errors += 1
-            await self._send(m.Failure(request.id, str(error)))
+            await self._refuse(request.id, error)
+
+    async def _refuse(self, id_: int, error: KvfsError) -> None:
+        await self._send(m.Failure(id_, str(error)[:_MAX_FAILURE_CHARACTERS]))  # it may quote what the client sent
 
     async def _handle(self, request: m.AnyRequest) -> None:
         match request:
@@ -223,6 +251,9 @@ class Session:
         """Remember leases that were taken; returns their number, 0 for none."""
         if not chunks:
             return 0
+        if len(self._leases) >= _MAX_LEASES:
+            self._release(chunks)
+            raise ProtocolError(f"a session holds at most {_MAX_LEASES} leases: release some")
         lease = next(_leases)
         self._leases[lease] = chunks
         return lease
@@ -284,12 +315,22 @@ class Session:
 
     async def _reserve(self, request: m.Store) -> None:
         table = self._attached
-        slots = [self._handover.reserve(table, new) for new in request.chunks]
+        slots: list[m.Slot] = []
+        try:
+            for new in request.chunks:
+                slots.append(self._handover.reserve(table, new))
+                await trio.lowlevel.checkpoint()  # a geometry that is new can take many milliseconds
+        except KvfsError:
+            for new, slot in zip(request.chunks, slots, strict=False):
+                if slot.status is m.StoreStatus.STORED:
+                    self._handover.abort(new.chain[:16])
+            raise
         await self._send(m.Slots(request.id, tuple(slots)))
 
     async def _publish(self, request: m.Publish) -> None:
+        table = self._attached
         statuses = [m.StoreStatus.UNKNOWN] * len(request.chunks)
-        num_bytes = 8 * self._attached.namespace.num_layers
+        num_bytes = 8 * table.namespace.num_layers
         handed: dict[int, Handed] = {}
         for index, finished in enumerate(request.chunks):
             if len(finished.checksums) != num_bytes:
@@ -303,7 +344,7 @@ class Session:
         for index, status in zip(handed, await self._handover.publish(list(handed.values())), strict=True):
             statuses[index] = status
         await self._send(m.Published(request.id, tuple(statuses)))
-        found = [self._attached.chunks.get(Key(finished.key)) for finished in request.chunks]
+        found = [table.chunks.get(Key(finished.key)) for finished in request.chunks]
         self._store.stored([chunk for chunk in found if chunk is not None])
 
 

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import stat
 from collections.abc import Iterator
 
 from kvfs.errors import UsageError
@@ -38,6 +39,7 @@ def socket_directory(mountpoint: str, parent: str, *, is_shared: bool) -> Iterat
         raise UsageError(f"{path} is too long for a socket; choose a shorter socket_directory")
     try:
         os.makedirs(parent, mode=0o755, exist_ok=True)
+        _check_owner(parent)
         descriptor = _lock(directory)
     except OSError as error:
         raise UsageError(f"cannot make {directory} for the session socket: {error.strerror}") from error
@@ -54,8 +56,16 @@ def socket_directory(mountpoint: str, parent: str, *, is_shared: bool) -> Iterat
         os.close(descriptor)
 
 
+def _check_owner(directory: str) -> None:
+    """Raise UsageError for a directory in which others could put something in the place of what we put there."""
+    found = os.stat(directory)
+    is_open = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+    if found.st_uid not in (0, os.geteuid()) or is_open:
+        raise UsageError(f"other users can change {directory}; choose another socket_directory, or mend owner and mode")
+
+
 def _lock(directory: str) -> int | None:
-    """A descriptor that holds the lock on the directory; None if another process holds it."""
+    """A descriptor that holds the lock on the directory, which is ours; None if another process holds it."""
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(directory, 0o700)
@@ -63,6 +73,9 @@ def _lock(directory: str) -> int | None:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
             continue
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            os.close(descriptor)
+            raise UsageError(f"{directory} belongs to another user; choose another socket_directory")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_still(directory, descriptor):

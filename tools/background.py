@@ -135,7 +135,8 @@ def flags(settings: Settings) -> list[str]:
 def default_log_file(settings: Settings) -> str:
     """Where a background daemon logs unless told otherwise: beside the sockets, named like the mount."""
     name = settings.mountpoint.strip("/").replace("/", "-") or "root"
-    return str(Path(settings.socket_directory, f"{name[-200:]}.log"))
+    end = os.fsencode(name)[-200:].decode(errors="ignore")  # a file's name has 255 bytes at most
+    return str(Path(settings.socket_directory, f"{end}.log"))
 
 
 def _open_log(path: str) -> int:

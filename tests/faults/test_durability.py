@@ -10,8 +10,8 @@ import errno
 import random
 import shutil
 import sqlite3
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from kvfs.index import FILE_NAME as INDEX
 from kvfs.keys import KeyChain
 from kvfs.messages import StoreStatus
 from kvfs.namespace import Namespace
-from kvfs.store import Store, open_store
+from kvfs.store import Store
 from kvfs.system import System
 from kvfs.testing import (
     FaultySystem,
@@ -32,9 +32,9 @@ from kvfs.testing import (
     chain_of,
     eventually,
     new_chunks,
+    open_table,
     payload_of,
     read_all,
-    settings_in,
     sized_namespace,
     store_chain,
     store_chunk,
@@ -46,12 +46,11 @@ NS = tiny_namespace()
 MIB = sized_namespace(1 << 20)
 
 
-@asynccontextmanager
-async def opened(
-    directory: Path, namespace: Namespace = NS, system: System | None = None, **settings: int
-) -> AsyncIterator[tuple[Store, ChunkTable]]:
-    async with open_store(settings_in(directory, **settings), system) as store:
-        yield store, store.attach(namespace)
+def opened(
+    directory: Path, namespace: Namespace = NS, system: System | None = None, **settings: int | None
+) -> AbstractAsyncContextManager[tuple[Store, ChunkTable]]:
+    """A store in the directory, and the table of the namespace."""
+    return open_table(directory, namespace, system, **settings)
 
 
 def crash(directory: Path, to: Path, system: FaultySystem) -> Path:

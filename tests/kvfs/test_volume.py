@@ -157,13 +157,29 @@ def test_a_failed_growth_changes_nothing(tmp_path: Path) -> None:
     Volume.open(tmp_path, CAPACITY, System()).close()
 
 
-def test_a_truncated_volume_is_noticed(tmp_path: Path) -> None:
-    """A volume that lost its end is extended again where it may be, and never read beyond what is there as if it were."""
+@pytest.mark.parametrize("length", [0, 100])
+def test_a_truncated_volume_is_noticed(tmp_path: Path, length: int) -> None:
+    """What a volume lost reads as zeros, which fit no checksum: from the byte at which it ends, while it is open."""
     volume = Volume.open(tmp_path, CAPACITY, System())
-    os.truncate(tmp_path / FILE_NAME, CAPACITY // 2)
-    with pytest.raises(OSError, match="short read"):
-        volume.read(aligned_buffer(4096), CAPACITY - 4096)
+    end = CAPACITY // 2
+    volume.write(filled(16384, 5), end)
+    os.truncate(tmp_path / FILE_NAME, end + 4096 + length)
+    found = filled(16384, 7)
+    volume.read(found, end)
+    assert bytes(found).rstrip(b"\0") == b"\5" * (4096 + length)
+    found = filled(16384, 7)
+    volume.read(found, CAPACITY - 16384)
+    assert not any(found)
     volume.close()
+
+
+@pytest.mark.expect_log("was cut from")
+def test_a_truncated_volume_is_extended_again(tmp_path: Path) -> None:
+    """At the next start it has its size again, so that writes into it cannot run out of room."""
+    Volume.open(tmp_path, CAPACITY, System()).close()
+    os.truncate(tmp_path / FILE_NAME, CAPACITY // 2 + 1)
+    Volume.open(tmp_path, CAPACITY, System()).close()
+    assert (tmp_path / FILE_NAME).stat().st_size == CAPACITY
 
 
 def test_short_transfers_go_on(tmp_path: Path) -> None:

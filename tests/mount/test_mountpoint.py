@@ -26,6 +26,24 @@ def test_mountinfo_is_read_with_its_escapes() -> None:
     assert (mounts[1].device, mounts[1].source) == ("0:44", "kvfs")
 
 
+@pytest.mark.parametrize("letter", ["\r", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"])
+def test_only_a_newline_ends_a_line_of_mountinfo(letter: str) -> None:
+    """The kernel escapes no other character that Python takes for the end of a line."""
+    (mount,) = mountpoint.parse_mountinfo(f"42 41 0:46 / /mnt/a{letter}b rw - fuse.kvfs kvfs rw\n")
+    assert mount.path == f"/mnt/a{letter}b"
+
+
+def test_a_link_is_followed_to_what_is_mounted_on(tmp_path: Path) -> None:
+    """The kernel mounts on what a link leads to, and names that; a circle of links is left as it is."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "second").symlink_to(tmp_path / "link")
+    for name in ("link", "second", "second/"):
+        assert mountpoint.resolve(str(tmp_path / name)) == str(tmp_path.resolve() / "real")
+    (tmp_path / "circle").symlink_to("circle")
+    assert mountpoint.resolve(str(tmp_path / "circle")) == str(tmp_path.resolve() / "circle")
+
+
 def test_this_machine_has_a_root() -> None:
     root = mountpoint.mount_at("/")
     assert root is not None

@@ -76,3 +76,32 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     Path(directory_for("/mnt/a", str(tmp_path))).symlink_to("elsewhere")
     with pytest.raises(UsageError, match="cannot make"), socket_directory("/mnt/a", str(tmp_path), is_shared=False):
         pass
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757])
+def test_a_parent_that_others_may_change(tmp_path: Path, mode: int) -> None:
+    """Whoever may rename the directory of the socket can put a socket of their own in its place."""
+    parent = tmp_path / "run"
+    parent.mkdir()
+    parent.chmod(mode)
+    with (
+        pytest.raises(UsageError, match="other users can change"),
+        socket_directory("/mnt/a", str(parent), is_shared=False),
+    ):
+        pass
+    parent.chmod(mode | stat.S_ISVTX)  # as /tmp: there only the owner renames
+    with socket_directory("/mnt/a", str(parent), is_shared=False):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("whose", ["parent", "directory"])
+def test_a_directory_of_another_user(tmp_path: Path, whose: str) -> None:
+    """A directory that somebody made beforehand, where its name can be guessed, is not trusted."""
+    parent = tmp_path / "run"
+    directory = Path(directory_for("/mnt/a", str(parent)))
+    directory.mkdir(parents=True)
+    os.chown(parent if whose == "parent" else directory, 65534, 65534)
+    with pytest.raises(UsageError, match="user"), socket_directory("/mnt/a", str(parent), is_shared=False):
+        pass
+    assert directory.exists()

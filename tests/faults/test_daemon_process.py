@@ -1,0 +1,374 @@
+"""Daemons and clients in processes of their own, stopped and killed: nobody waits, nothing leaks, nothing is wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from kvfs.client import RETRY_S, Client
+from kvfs.errors import UnavailableError
+from kvfs.keys import KeyChain
+from kvfs.messages import StoreStatus, Tier
+from kvfs.namespace import Namespace
+from kvfs.testing import (
+    DaemonProcess,
+    chain_of,
+    new_chunks,
+    payload_of,
+    plain_mount,
+    settings_in,
+    sized_namespace,
+    socket_path,
+    tiny_namespace,
+)
+
+NS = tiny_namespace()
+MIB = sized_namespace(1 << 20)
+SLACK_S = 0.4  # for two busy cores; a client that waits for the daemon would exceed it by far
+
+
+def start(directory: Path, **settings: int) -> DaemonProcess:
+    return DaemonProcess.start(settings_in(directory, **settings), socket_path(directory))
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    with start(tmp_path, ram=16 << 20) as daemon:
+        yield daemon
+
+
+def client_of(directory: Path, namespace: Namespace = NS, **options: float) -> Client:
+    return Client(plain_mount(directory), namespace, **{"deadline_s": 5.0, **options})  # type: ignore[arg-type]
+
+
+def store_chain(client: Client, chain: KeyChain, *, at_once: int = 4) -> list[StoreStatus]:
+    """Reserve, fill and publish, a few chunks at a time."""
+    statuses: list[StoreStatus] = []
+    new = new_chunks(chain)
+    for begin in range(0, len(new), at_once):
+        reservations = client.store(new[begin : begin + at_once])
+        for reservation in reservations:
+            if reservation.payload is not None:
+                reservation.payload[:] = payload_of(reservation.chunk.chain, reservation.geometry)  # type: ignore[arg-type]
+        statuses += client.publish(reservations)
+    return statuses
+
+
+def load_right(client: Client, chain: KeyChain) -> set[bytes]:
+    """Load a chain; whatever comes is compared with what it must be. Returns the keys that came."""
+    load = client.load(chain.chains)
+    found: set[bytes] = set()
+    if load is None:
+        return found
+    with load:
+        for index, source in enumerate(load.sources):
+            if source is not Tier.NONE:
+                geo = load.geometry(index)
+                right = memoryview(payload_of(chain.chains[index], geo))
+                for layer, places in enumerate(geo.layers):
+                    assert load.layer(index, layer) == right[places[0].begin : places[-1].end]
+                found.add(chain.keys[index])
+    return found
+
+
+def until(condition: Callable[[], object], deadline_s: float = 10.0) -> float:
+    """Seconds until the condition held; it is looked at all the time, as another process makes it true."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begin + deadline_s, "it did not come true"
+        time.sleep(0.002)
+    return time.monotonic() - begin
+
+
+# a stopped daemon
+
+no_answer = pytest.mark.expect_log("does not answer, going on without it")
+
+
+@no_answer
+def test_a_stopped_daemon_is_a_miss_within_the_deadline(tmp_path: Path, daemon: DaemonProcess) -> None:
+    """match, load and store come back empty-handed in time; processes start as fast as ever; SIGCONT heals."""
+    chain = chain_of(NS, 3)
+    with client_of(tmp_path, deadline_s=0.3) as client:
+        assert store_chain(client, chain) == [StoreStatus.STORED] * 3
+        with daemon.stopped():
+            for call in (
+                lambda: client.match(chain.chains).count,
+                lambda: client.load(chain.chains),
+                lambda: client.load(chain.chains, stream=True),
+                lambda: client.store(new_chunks(chain_of(NS, 1, 1)))[0].payload,
+            ):
+                client._retry_at = 0.0  # each of them gets to ask
+                begin = time.monotonic()
+                assert not call()
+                assert time.monotonic() - begin < 0.5 + SLACK_S
+            begin = time.monotonic()
+            for _ in range(100):
+                assert client.match(chain.chains).count == 0  # nothing is asked for a while after a failure
+            assert time.monotonic() - begin < 0.5 + SLACK_S
+            begin = time.monotonic()
+            for _ in range(5):
+                subprocess.run(["true"], check=True)
+            assert time.monotonic() - begin < 0.5 + SLACK_S
+        assert until(lambda: client.match(chain.chains).count == 3) < RETRY_S + 1
+        assert load_right(client, chain) == set(chain.keys)
+        assert client.statistics.failures >= 4
+    until(lambda: daemon.statistics()["num_leases"] == 0)
+    until(lambda: daemon.statistics()["num_sessions"] == 0)
+
+
+@no_answer
+def test_a_stopped_daemon_and_a_streamed_load(tmp_path: Path) -> None:
+    """A load whose layers were still on their way ends with its deadline, and closing it does not hang."""
+    chain = chain_of(MIB, 6)
+    with start(tmp_path, ram=16 << 20), client_of(tmp_path, MIB) as client:
+        store_chain(client, chain)
+    with start(tmp_path, ram=16 << 20) as daemon, client_of(tmp_path, MIB, deadline_s=0.5) as client:
+        client.attach()
+        load = client.load(chain.chains, deadline_s=0.5, stream=True)
+        assert load is not None
+        with daemon.stopped():
+            begin = time.monotonic()
+            try:
+                for layer in range(4):
+                    for index in range(6):
+                        load.layer(index, layer)
+            except UnavailableError:
+                pass  # or everything had arrived before the daemon was stopped
+            load.close()
+            client.match(chain.chains)
+            assert time.monotonic() - begin < 0.5 + 0.2 + 2 * 0.5 + SLACK_S
+        until(lambda: load_right(client, chain) == set(chain.keys))
+
+
+def is_asking(client: Client) -> bool:
+    """Whether another thread waits for a reply."""
+    lock = client._connection._lock if client._connection else threading.Lock()
+    is_free = lock.acquire(blocking=False)
+    if is_free:
+        lock.release()
+    return not is_free
+
+
+@no_answer
+def test_one_thread_that_waits_does_not_make_others_wait(tmp_path: Path, daemon: DaemonProcess) -> None:
+    """While a publish waits its half minute for a stopped daemon, a match in another thread is a miss in time."""
+    chain = chain_of(NS, 1)
+    with client_of(tmp_path, deadline_s=0.3) as client:
+        reservations = client.store(new_chunks(chain))
+        payload = reservations[0].payload
+        assert payload is not None
+        payload[:] = payload_of(chain.chains[0], reservations[0].geometry)
+        with daemon.stopped():
+            publisher = threading.Thread(target=client.publish, args=(reservations,))
+            publisher.start()
+            until(lambda: is_asking(client))
+            begin = time.monotonic()
+            assert client.match(chain.chains).count == 0
+            assert client.load(chain.chains) is None
+            assert time.monotonic() - begin < 2 * 0.3 + 0.2 + 2 * SLACK_S
+        publisher.join()
+        until(lambda: client.match(chain.chains).count == 1)
+
+
+@no_answer
+def test_a_daemon_that_is_gone(tmp_path: Path) -> None:
+    """Killed, started again: the client attaches by itself, and finds what was clean."""
+    chain = chain_of(NS, 3)
+    with client_of(tmp_path, deadline_s=0.5) as client:
+        with start(tmp_path) as daemon:
+            store_chain(client, chain)
+            assert daemon.flush()
+            daemon.kill()
+        begin = time.monotonic()
+        assert client.match(chain.chains).count == 0
+        assert client.load(chain.chains) is None
+        assert client.window_bytes() == 0
+        assert time.monotonic() - begin < SLACK_S
+        with start(tmp_path):
+            assert until(lambda: client.match(chain.chains).count == 3) < RETRY_S + 1
+            assert load_right(client, chain) == set(chain.keys)
+
+
+@no_answer
+def test_nothing_is_mounted(tmp_path: Path) -> None:
+    """No mount, no daemon: misses at once, one warning."""
+    for mount in (tmp_path / "nothing", plain_mount(tmp_path)):
+        with Client(mount, NS) as client:
+            begin = time.monotonic()
+            for _ in range(10):
+                assert client.match(chain_of(NS, 1).chains).count == 0
+                assert client.load(chain_of(NS, 1).chains) is None
+                assert client.store(new_chunks(chain_of(NS, 1)))[0].status is StoreStatus.REFUSED
+            assert time.monotonic() - begin < SLACK_S
+            assert client.statistics.failures == 1
+
+
+# clients that die
+
+_HOLDER = """
+import sys, time
+from kvfs.client import Client
+from kvfs.testing import chain_of, new_chunks, sized_namespace
+ns = sized_namespace(1 << 20)
+client = Client(sys.argv[1], ns, deadline_s=10)
+matched, loaded = client.match(chain_of(ns, 6).chains), client.load(chain_of(ns, 6).chains)
+reserved = client.store(new_chunks(chain_of(ns, 3, 1)))
+print(matched.count, loaded.num_chunks, sum(r.payload is not None for r in reserved), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_client_gives_back_what_it_held(tmp_path: Path, daemon: DaemonProcess, number: signal.Signals) -> None:
+    """Leases and reservations return within a tenth of a second, and the RAM they held is usable."""
+    chain = chain_of(MIB, 6)
+    with client_of(tmp_path, MIB) as client:
+        store_chain(client, chain)
+        assert daemon.flush()
+        used = daemon.statistics()["ram"]["used_bytes"]
+        holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(tmp_path / "mount")], stdout=subprocess.PIPE)
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"6 6 3\n"
+        before = daemon.statistics()
+        assert before["num_leases"] == 12
+        assert before["ram"]["used_bytes"] > used
+        holder.send_signal(number)
+        took_s = until(lambda: daemon.statistics()["num_leases"] == 0)
+        assert took_s < 0.1 + SLACK_S
+        until(lambda: daemon.statistics()["ram"]["used_bytes"] == used)
+        holder.wait()
+        holder.stdout.close()
+        assert store_chain(client, chain_of(MIB, 14, 2), at_once=2) == [StoreStatus.STORED] * 14
+
+
+def test_a_stopped_client_stops_nobody_else(tmp_path: Path, daemon: DaemonProcess) -> None:
+    """A client that is alive keeps its leases for as long as it lives; others go on."""
+    chain = chain_of(MIB, 6)
+    with client_of(tmp_path, MIB) as client:
+        store_chain(client, chain)
+        assert daemon.flush()
+        holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(tmp_path / "mount")], stdout=subprocess.PIPE)
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        holder.send_signal(signal.SIGSTOP)
+        assert load_right(client, chain) == set(chain.keys)
+        assert daemon.statistics()["num_leases"] == 12
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+        until(lambda: daemon.statistics()["num_leases"] == 0)
+
+
+# daemons that die
+
+
+def test_a_terminated_daemon_writes_what_is_dirty(tmp_path: Path) -> None:
+    """SIGTERM: every published chunk is there at the next start."""
+    chain = chain_of(MIB, 12)
+    with start(tmp_path, ram=16 << 20) as daemon, client_of(tmp_path, MIB) as client:
+        assert store_chain(client, chain, at_once=2) == [StoreStatus.STORED] * 12
+        assert daemon.terminate() == 0
+    with start(tmp_path, ram=16 << 20), client_of(tmp_path, MIB) as client:
+        assert load_right(client, chain) == set(chain.keys)
+
+
+class Load:
+    """Engines that store and load prompts of a seed in threads until they are told to stop.
+
+    Attributes: stored: chains whose every chunk was reported STORED or EXISTS; errors: what went wrong in a thread.
+    """
+
+    def __init__(self, directory: Path, seed: int, num_threads: int = 2) -> None:
+        self._directory = directory
+        self._over = threading.Event()
+        self.chains: list[KeyChain] = []
+        self.errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run, args=(seed * 100 + n,)) for n in range(num_threads)]
+
+    def _run(self, seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            with client_of(self._directory, deadline_s=0.5) as client:
+                for number in range(1 << 30):
+                    if self._over.is_set():
+                        return
+                    chain = chain_of(NS, rng.randrange(1, 20), seed * 10_000 + number)
+                    self.chains.append(chain)
+                    store_chain(client, chain)
+                    load_right(client, rng.choice(self.chains))
+        except BaseException as error:  # noqa: BLE001 - the test raises it
+            self.errors.append(error)
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+
+def kill_under_load(directory: Path, seed: int, rounds: int) -> int:
+    """Kill a daemon at random moments while engines use it; returns how many chunks were clean when it was killed.
+
+    After each start: what the daemon called clean before the kill is there (of many a sample, at the end all), and
+    everything that is there is right. The volume is large enough for all, so that nothing is evicted.
+    """
+    rng = random.Random(seed)
+    clean: set[bytes] = set()
+    everything: list[KeyChain] = []
+    for number in range(rounds + 1):
+        with start(directory, nvme=2 << 30, ram=32 << 20) as daemon:
+            with client_of(directory) as client:
+                sample = everything if number == rounds else rng.sample(everything, min(200, len(everything)))
+                for chain in sample:
+                    gone = clean.intersection(chain.keys) - load_right(client, chain)
+                    assert client.statistics.failures == 0
+                    assert not gone, f"{len(gone)} clean chunks are gone (seed {seed}, round {number})"
+            statistics = daemon.statistics()["counters"]
+            assert statistics["corrupt"] == 0
+            assert statistics["session_errors"] == 0
+            if number == rounds:
+                break
+            with Load(directory, seed * 1000 + number) as load:
+                end = time.monotonic() + rng.uniform(0.05, 0.8)
+                until(lambda e=end: time.monotonic() > e)
+                clean |= daemon.clean_keys()
+                assert daemon.statistics()["counters"]["evictions_nvme"] == 0, "the volume is too small for this test"
+                daemon.kill()
+            everything += load.chains
+    assert clean <= {key for chain in everything for key in chain.keys}
+    return len(clean)
+
+
+@no_answer
+def test_kill_under_load(tmp_path: Path) -> None:
+    """Kill -9 of the daemon while engines store and load: what was clean is there, nothing is ever wrong."""
+    assert kill_under_load(tmp_path, seed=1, rounds=3) > 0
+
+
+@pytest.mark.slow
+@no_answer
+def test_kill_loop(tmp_path: Path) -> None:
+    """The same, KVFS_KILLS times (20 unless set), from a seed that is printed and can be set as KVFS_SEED."""
+    seed = int(os.environ.get("KVFS_SEED", time.time_ns() % 100_000))
+    kills = int(os.environ.get("KVFS_KILLS", "20"))
+    print(f"KVFS_SEED={seed} KVFS_KILLS={kills}")
+    num_clean = kill_under_load(tmp_path, seed, kills)
+    print(f"{num_clean} clean chunks, all of them present after every kill")
+    assert num_clean > 0
