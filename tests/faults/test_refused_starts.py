@@ -36,7 +36,7 @@ async def sentence(directory: Path, system: System | None = None, **settings: in
 async def test_more_ram_than_there_is(tmp_path: Path) -> None:
     """An arena is filled at once: one that does not fit is refused before the kernel has to kill somebody."""
     said = await sentence(tmp_path, SmallMachine(), ram_bytes=8 << 20)
-    assert said == "a RAM tier of 8.0 MiB does not fit: 1.0 MiB of memory are available; give a smaller ram"
+    assert said == "ram is 8.0 MiB, but only 1.0 MiB of memory are free"
     assert not (tmp_path / "nvme").exists()
 
 
