@@ -9,6 +9,8 @@ Concurrency: belongs to the event loop's thread; single flight by the event in e
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import trio
 
@@ -24,19 +26,27 @@ MAX_BYTES = 256 << 20
 
 
 class _Buffer:
-    def __init__(self, length: int) -> None:
-        self.view = aligned_buffer(length)
+    """One chunk's file, once it is ready; without memory before its turn came."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(b"")
         self.ready = trio.Event()
         self.error: KvfsError | None = None
 
 
 class ColdReads:
-    """A small cache of verified chunk files outside the arena, at most `MAX_BYTES` and one chunk large."""
+    """A small cache of verified chunk files outside the arena.
+
+    What is kept and what is being read take `MAX_BYTES` together, or one chunk that is larger; more reads wait in line.
+    """
 
     def __init__(self, residency: Residency, nvme: NvmeTier) -> None:
         self._residency = residency
         self._nvme = nvme
         self._buffers: OrderedDict[Chunk, _Buffer] = OrderedDict()
+        self._line = trio.Lock()
+        self._reading_bytes = 0
+        self._one_ended = trio.Event()
 
     def forget(self, chunk: Chunk) -> None:
         """Nobody has the chunk open any more."""
@@ -46,10 +56,10 @@ class ColdReads:
         """The whole verified file of a leased chunk. Raises CorruptChunk (it was dropped) or UnavailableError."""
         buffer = self._buffers.get(chunk)
         if buffer is None:
-            buffer = self._buffers[chunk] = _Buffer(chunk.length)
-            self._trim()
+            buffer = self._buffers[chunk] = _Buffer()
             try:
-                await self._fill(chunk, buffer)
+                async with self._room(chunk.length):
+                    await self._fill(chunk, buffer)
             finally:
                 if not buffer.ready.is_set():
                     if self._buffers.get(chunk) is buffer:
@@ -64,13 +74,33 @@ class ColdReads:
             raise buffer.error
         return buffer.view
 
+    @asynccontextmanager
+    async def _room(self, length: int) -> AsyncIterator[None]:
+        """Wait until `length` bytes may be read, first come, first served."""
+        async with self._line:
+            while self._reading_bytes and self._reading_bytes + length > MAX_BYTES:
+                await self._one_ended.wait()
+            self._reading_bytes += length
+        self._trim()
+        try:
+            yield
+        finally:
+            self._reading_bytes -= length
+            self._one_ended.set()
+            self._one_ended = trio.Event()
+
     def _trim(self) -> None:
-        size = sum(len(buffer.view) for buffer in self._buffers.values())
-        while size > MAX_BYTES and len(self._buffers) > 1:
-            _, dropped = self._buffers.popitem(last=False)
-            size -= len(dropped.view)
+        """Drop what was kept longest, until it and what is being read fit."""
+        kept = [(chunk, buffer) for chunk, buffer in self._buffers.items() if buffer.ready.is_set()]
+        size = self._reading_bytes + sum(len(buffer.view) for _, buffer in kept)
+        for chunk, buffer in kept:
+            if size <= MAX_BYTES:
+                break
+            del self._buffers[chunk]
+            size -= len(buffer.view)
 
     async def _fill(self, chunk: Chunk, buffer: _Buffer) -> None:
+        buffer.view = aligned_buffer(chunk.length)
         try:
             for piece in slices(geometry(chunk.table.namespace, chunk.num_tokens)):
                 await self._nvme.read(chunk, piece, buffer.view)

@@ -29,6 +29,8 @@ HugePages = Literal["auto", "never"]
 Access = Literal["isolated", "trusted"]
 
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_ALMOST_UNITS = ("K", "KB", "M", "MB", "G", "GB", "T", "TB")  # 10**9 or 2**30: who writes "GB" may mean either
+_SIZES_ARE = "write a number and KiB, MiB, GiB or TiB, such as 64GiB"
 MIN_TIER_BYTES = 1 << 20
 MAX_TIER_BYTES = 1 << 50
 MAX_IO_THREADS = 256
@@ -44,9 +46,15 @@ def parse_size(text: str | int) -> int:
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     match = _SIZE.match(text) if isinstance(text, str) else None
-    if match is None or match[2].upper() not in UNITS:
-        raise ConfigError(f"{text!r} is not a size: write a number and KiB, MiB, GiB or TiB, such as 64GiB")
-    number, unit = match[1], UNITS[match[2].upper()]
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size: {_SIZES_ARE}")
+    number, word = match[1], match[2].upper()
+    if word not in UNITS:
+        meant = f"{word[:1]}iB"
+        raise ConfigError(
+            f"{text!r} is not a size: " + (f"write {number}{meant}" if word in _ALMOST_UNITS else _SIZES_ARE)
+        )
+    unit = UNITS[word]
     if "." not in number:
         return int(number) * unit
     return round(float(number) * unit)
@@ -108,30 +116,40 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         _check_path("mountpoint", self.mountpoint)
         _check_path("socket_directory", self.socket_directory)
         if len(os.fsencode(self.socket_directory)) > MAX_SOCKET_DIRECTORY_BYTES:
-            raise ConfigError(
-                f"socket_directory {self.socket_directory!r} is longer than {MAX_SOCKET_DIRECTORY_BYTES} bytes, "
-                "which leaves no room for the names of sockets"
+            raise _Mistake(
+                "socket_directory",
+                f" {self.socket_directory!r} is longer than {MAX_SOCKET_DIRECTORY_BYTES} bytes, "
+                "which leaves no room for the names of sockets",
             )
         _check_range("ram", self.ram_bytes, MIN_TIER_BYTES, MAX_TIER_BYTES)
         if (self.nvme_directory is None) != (self.nvme_bytes is None):
-            raise ConfigError("nvme needs both a directory and a size, such as /data/kvfs:64GiB")
+            raise _Mistake("nvme", " needs both a directory and a size, such as /data/kvfs:64GiB")
         if self.nvme_directory is not None and self.nvme_bytes is not None:
             _check_path("nvme", self.nvme_directory)
             _check_range("nvme", self.nvme_bytes, MIN_TIER_BYTES, MAX_TIER_BYTES)
             if _is_inside(self.nvme_directory, self.mountpoint):
                 raise ConfigError(f"the volume in {self.nvme_directory} cannot lie inside the mount itself")
         if _is_inside(self.socket_directory, self.mountpoint):
-            raise ConfigError(f"socket_directory {self.socket_directory} cannot lie inside the mount itself")
+            raise _Mistake("socket_directory", f" {self.socket_directory} cannot lie inside the mount itself")
         _check_range("window", self.window_bytes, 1 << 16, 1 << 40)
         if not 1 <= self.io_threads <= MAX_IO_THREADS:
-            raise ConfigError(f"io_threads is {self.io_threads}; it must lie between 1 and {MAX_IO_THREADS}")
+            raise _Mistake("io_threads", f" is {self.io_threads}; it must lie between 1 and {MAX_IO_THREADS}")
         for name, allowed in (("access", Access), ("huge_pages", HugePages), ("log_level", LogLevel)):
             if getattr(self, name) not in get_args(allowed):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {_one_of(get_args(allowed))}")
+                raise _Mistake(name, f" is {getattr(self, name)!r}; it must be {_one_of(get_args(allowed))}")
         if self.log_file is not None:
             _check_path("log_file", self.log_file)
             if _is_inside(self.log_file, self.mountpoint):
-                raise ConfigError(f"log_file {self.log_file} cannot lie inside the mount itself")
+                raise _Mistake("log_file", f" {self.log_file} cannot lie inside the mount itself")
+
+
+class _Mistake(ConfigError):
+    """A setting that is wrong: its name, which `load` replaces by what the user typed, and what is said of it."""
+
+    def __init__(self, name: str, said: str) -> None:
+        super().__init__(f"{name}{said}")
+        self.name = name
+        self.said = said
 
 
 NAMES: dict[str, type[Any]] = {
@@ -151,31 +169,48 @@ def load(path: str | os.PathLike[str] | None, overrides: dict[str, object]) -> S
     `overrides` bear the names of `NAMES`; None means not given. Relative paths count from the file's directory in a
     file and from the working directory in overrides. Raises ConfigError, in one sentence.
     """
+    given = {name: value for name, value in overrides.items() if value is not None}
+
+    def typed(mistake: _Mistake) -> ConfigError:
+        """The mistake in the words of whoever made it: the flag, or the file and the name in it."""
+        if mistake.name in given:
+            return ConfigError(_flag(mistake.name) + mistake.said)
+        return ConfigError(f"{os.fspath(path)}: {mistake}") if path is not None else mistake
+
     values: dict[str, object] = {}
     if path is not None:
-        values = _named(_read_toml(path), f"{os.fspath(path)}: ", Path(path).absolute().parent)
-    given = {name: value for name, value in overrides.items() if value is not None}
-    values |= _named(given, "", Path.cwd())
-    for name in ("mountpoint", "ram_bytes"):
-        if name not in values:
-            shown = "ram" if name == "ram_bytes" else name
-            raise ConfigError(
-                f"{shown} is not set: a cache needs a mountpoint and a size for its RAM tier, such as 4GiB"
-            )
-    return Settings(**values)  # type: ignore[arg-type]
+        raw = _read_toml(path)
+        try:
+            values = _named(raw, Path(path).absolute().parent)
+        except ConfigError as error:
+            raise ConfigError(f"{os.fspath(path)}: {error}") from error
+    try:
+        values |= _named(given, Path.cwd())
+        for name in ("mountpoint", "ram"):
+            if _SIZES.get(name, name) not in values:
+                raise ConfigError(
+                    f"{name} is not set: a cache needs a mountpoint and a size for its RAM tier, such as --ram 4GiB"
+                )
+        return Settings(**values)  # type: ignore[arg-type]
+    except _Mistake as mistake:
+        raise typed(mistake) from mistake
+
+
+def _flag(name: str) -> str:
+    return name if name == "mountpoint" else f"--{name.replace('_', '-')}"
 
 
 def to_toml(settings: Settings) -> str:
     """The settings as a TOML file that `load` reads back to the same settings. It holds no secrets."""
-    lines = [f"mountpoint = {_quote(settings.mountpoint)}", f"ram = {_quote(_exact_size(settings.ram_bytes))}"]
+    lines = [f"mountpoint = {_quote(settings.mountpoint)}", f"ram = {_quote(exact_size(settings.ram_bytes))}"]
     if settings.nvme_directory is not None and settings.nvme_bytes is not None:
-        lines.append(f"nvme = {_quote(f'{settings.nvme_directory}:{_exact_size(settings.nvme_bytes)}')}")
+        lines.append(f"nvme = {_quote(f'{settings.nvme_directory}:{exact_size(settings.nvme_bytes)}')}")
     lines += [
         f"socket_directory = {_quote(settings.socket_directory)}",
         f"allow_other = {str(settings.allow_other).lower()}",
         f"access = {_quote(settings.access)}",
         f"huge_pages = {_quote(settings.huge_pages)}",
-        f"window = {_quote(_exact_size(settings.window_bytes))}",
+        f"window = {_quote(exact_size(settings.window_bytes))}",
         f"io_threads = {settings.io_threads}",
         f"log_level = {_quote(settings.log_level)}",
     ]
@@ -194,18 +229,15 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
         raise ConfigError(f"{os.fspath(path)} is not a TOML file: {error}") from error
 
 
-def _named(raw: dict[str, object], where: str, base: Path) -> dict[str, object]:
-    """Fields of `Settings` from named settings; `where` goes before each error, `base` before relative paths."""
+def _named(raw: dict[str, object], base: Path) -> dict[str, object]:
+    """Fields of `Settings` from named settings; relative paths count from `base`."""
     fields: dict[str, object] = {}
     for name, value in raw.items():
         if name not in NAMES:
             near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(NAMES)}"
-            raise ConfigError(f"{where}there is no setting {name!r}; {hint}")
-        try:
-            fields |= _field(name, value, base)
-        except ConfigError as error:
-            raise ConfigError(f"{where}{error}") from error
+            raise ConfigError(f"there is no setting {name!r}; {hint}")
+        fields |= _field(name, value, base)
     return fields
 
 
@@ -214,10 +246,10 @@ def _field(name: str, value: Any, base: Path) -> dict[str, object]:
         try:
             return {_SIZES[name]: parse_size(value)}
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+            raise _Mistake(name, f": {error}") from error
     kind = NAMES[name]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"{name} must be {_KIND[kind]}, not {value!r}")
+        raise _Mistake(name, f" must be {_KIND[kind]}, not {value!r}")
     if name == "nvme":
         return _parse_nvme(value, base)
     if name in _PATHS:
@@ -228,11 +260,11 @@ def _field(name: str, value: Any, base: Path) -> dict[str, object]:
 def _parse_nvme(text: str, base: Path) -> dict[str, object]:
     directory, colon, size = text.rpartition(":")
     if not colon or not directory:
-        raise ConfigError(f"nvme is {text!r}; write a directory, a colon and a size, such as /data/kvfs:64GiB")
+        raise _Mistake("nvme", f" is {text!r}; write a directory, a colon and a size, such as /data/kvfs:64GiB")
     try:
         return {"nvme_directory": _absolute(directory, base), "nvme_bytes": parse_size(size)}
     except ConfigError as error:
-        raise ConfigError(f"nvme: {error}") from error
+        raise _Mistake("nvme", f": {error}") from error
 
 
 def _absolute(path: str, base: Path) -> str:
@@ -242,15 +274,15 @@ def _absolute(path: str, base: Path) -> str:
 
 def _check_path(name: str, path: str) -> None:
     if not path.startswith("/"):
-        raise ConfigError(f"{name} must be an absolute path, not {path!r}")
+        raise _Mistake(name, f" must be an absolute path, not {path!r}")
     if "\0" in path or any("\ud800" <= letter <= "\udfff" for letter in path):
-        raise ConfigError(f"{name} is not a path in UTF-8: {path!r}")
+        raise _Mistake(name, f" is not a path in UTF-8: {path!r}")
 
 
 def _check_range(name: str, size_bytes: int, least: int, most: int) -> None:
     if not least <= size_bytes <= most:
-        raise ConfigError(
-            f"{name} is {format_size(size_bytes)}; it must lie between {format_size(least)} and {format_size(most)}"
+        raise _Mistake(
+            name, f" is {format_size(size_bytes)}; it must lie between {format_size(least)} and {format_size(most)}"
         )
 
 
@@ -262,7 +294,8 @@ def _one_of(words: tuple[str, ...]) -> str:
     return ", ".join(words[:-1]) + f" or {words[-1]}"
 
 
-def _exact_size(size_bytes: int) -> str:
+def exact_size(size_bytes: int) -> str:
+    """A size as it is written in settings: in the largest unit that leaves no fraction."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size_bytes and size_bytes % UNITS[unit.upper()] == 0:
             return f"{size_bytes // UNITS[unit.upper()]}{unit}"

@@ -37,25 +37,49 @@ _MAX_FDS = 2
 def find_socket(mount: Path, deadline_s: float) -> str:
     """Where the daemon of this mount listens.
 
-    Reads a link through FUSE, so it runs in a thread that is left behind if the daemon is stopped. Raises
-    UnavailableError if there is no answer, UsageError if nothing is mounted there.
+    Reads a link through FUSE, so it runs in a thread that is left behind if the daemon is stopped: one for each mount,
+    however often it is asked. Raises UnavailableError.
     """
-    result: list[str | OSError] = []
-
-    def read() -> None:
-        try:
-            result.append(os.readlink(mount / SESSION_LINK))
-        except OSError as error:
-            result.append(error)
-
-    thread = threading.Thread(target=read, name="kvfs-attach", daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    if not result:
+    with _questions_lock:
+        question = _questions.get(mount)
+        if question is None or not question.is_alive():
+            question = _questions[mount] = _Question(mount)
+            question.start()
+    question.join(deadline_s)
+    if question.answer is None:
         raise UnavailableError(f"the mount {mount} did not answer within {deadline_s:g} s")
-    if isinstance(result[0], OSError):
-        raise UnavailableError(f"no kvfs is mounted at {mount} ({result[0].strerror})")
-    return result[0]
+    if isinstance(question.answer, OSError):
+        raise UnavailableError(f"no kvfs is mounted at {mount} ({question.answer.strerror})")
+    return question.answer
+
+
+class _Question(threading.Thread):
+    """Reads a mount's link. Attributes: answer: None until there is one."""
+
+    def __init__(self, mount: Path) -> None:
+        super().__init__(name="kvfs-attach", daemon=True)
+        self.answer: str | OSError | None = None
+        self._mount = mount
+
+    def run(self) -> None:
+        try:
+            self.answer = os.readlink(self._mount / SESSION_LINK)
+        except OSError as error:
+            self.answer = error
+
+
+_questions: dict[Path, _Question] = {}
+_questions_lock = threading.Lock()
+
+
+def _forget_questions() -> None:
+    """The threads of a parent are not in its child, and its lock may be held for ever."""
+    global _questions_lock  # noqa: PLW0603 - a lock cannot be made anew in place
+    _questions_lock = threading.Lock()
+    _questions.clear()
+
+
+os.register_at_fork(after_in_child=_forget_questions)
 
 
 class Connection:

@@ -140,7 +140,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
-    except sqlite3.Error:
+    except (sqlite3.Error, UnicodeDecodeError):
         connection.close()
         raise
     return connection
@@ -171,7 +171,11 @@ def _open_present(path: Path, volume_identity: bytes) -> sqlite3.Connection | No
         for query in (_NAMESPACES, _CHUNKS):
             connection.execute(query).fetchone()  # a damaged schema may lack a column
         return connection
-    except (sqlite3.DatabaseError, FormatError) as error:
+    except (
+        sqlite3.DatabaseError,
+        FormatError,
+        UnicodeDecodeError,
+    ) as error:  # messages quote the schema, whatever it is
         if connection is not None:
             connection.close()
         if isinstance(error, sqlite3.DatabaseError) and not _proves_damage(error):

@@ -24,11 +24,12 @@ from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.chunk import Facts, Geometry, geometry, parse_header, verify_payload
 from kvfs.cold_reads import ColdReads
 from kvfs.commits import Commits
-from kvfs.config import Settings, format_size
+from kvfs.config import MIN_TIER_BYTES, Settings, format_size
 from kvfs.errors import CorruptChunk, UnavailableError, UsageError
 from kvfs.index import FILE_NAME, Index, NamespaceRow
 from kvfs.intake import Handed, Reservation, receive
 from kvfs.keys import ChainHash, Key, key_of
+from kvfs.memory import largest_arena
 from kvfs.messages import NewChunk, StoreStatus, Tier
 from kvfs.metrics import Counters, EventLog, render
 from kvfs.namespace import Namespace
@@ -65,7 +66,7 @@ class Store:
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self._used: set[Chunk] = set()
-        self._too_large: set[ChunkTable] = set()  # of which that was said
+        self._looked_at: set[ChunkTable] = set()  # whether their chunks fit
         self._promoter: Promoter | None = None
         self._writer: WriteBehind | None = None
         self._cold: ColdReads | None = None
@@ -107,6 +108,7 @@ class Store:
                 row = NamespaceRow(table.number, table.directory, document, table.created_ns)
                 self._residency.commits.add_namespace(row)
             self.events.append("namespace", namespace=table.directory)
+        self._check_sizes(table)
         return table
 
     # finding and loading
@@ -210,22 +212,39 @@ class Store:
         if key in table.chunks:
             self.counters.stores_existing += 1
             return StoreStatus.EXISTS
-        offset = self._residency.reserve_ram(geo.file_bytes) if self._fits(table, geo) else None
+        offset = self._residency.reserve_ram(geo.file_bytes) if self._fits(geo) else None
         if offset is None:
             self.counters.stores_refused += 1
             return StoreStatus.REFUSED
         return Reservation(table, new, key, geo, offset)
 
-    def _fits(self, table: ChunkTable, geo: Geometry) -> bool:
+    def _fits(self, geo: Geometry) -> bool:
         """Whether every tier is as large as a chunk: one that the volume can never hold would stay dirty for ever."""
-        tiers = (self._residency.ram, self._residency.nvme)
-        capacity = min(tier.extents.capacity for tier in tiers if tier is not None)
-        if geo.file_bytes <= capacity:
-            return True
-        if table not in self._too_large:
-            self._too_large.add(table)
-            log.warning("chunks of %s have %d bytes, more than a tier holds: refused", table.directory, geo.file_bytes)
-        return False
+        return all(geo.file_bytes <= capacity for _, capacity in self._tier_sizes())
+
+    def _tier_sizes(self) -> Iterator[tuple[str, int]]:
+        ram, nvme = self._residency.ram, self._residency.nvme
+        yield "the RAM tier", ram.extents.capacity
+        if nvme is not None:
+            yield "the volume", nvme.extents.capacity
+
+    def _check_sizes(self, table: ChunkTable) -> None:
+        """Say once of a namespace that its chunks can never be stored, and why."""
+        if table in self._looked_at:
+            return
+        self._looked_at.add(table)
+        geo = geometry(table.namespace, table.namespace.identity.tokens_per_chunk)
+        limits = [(what, geo.file_bytes, size) for what, size in self._tier_sizes()]
+        limits.append(("a window", geo.payload_bytes, self.settings.window_bytes))
+        small = [f"{what} has {format_size(size)}" for what, needed, size in limits if needed > size]
+        if small:
+            log.warning(
+                "%s: a full chunk has %s, but %s: such chunks are refused",
+                table.directory, format_size(geo.file_bytes), " and ".join(small),
+            )  # fmt: skip
+            self.events.append(
+                "too_large", namespace=table.directory, chunk_bytes=geo.file_bytes, reason=" and ".join(small)
+            )
 
     def abort(self, reservation: Reservation) -> None:
         """Give a reservation back."""
@@ -400,9 +419,12 @@ def _verify_whole(chunk: Chunk, view: memoryview) -> None:
 def _check_memory(settings: Settings, system: System) -> None:
     """Refuse what would bring the kernel to kill processes: the arena is filled at once."""
     available = system.available_memory()
-    if available is not None and settings.ram_bytes > available:
-        wanted, left = format_size(settings.ram_bytes), format_size(available)
-        raise UsageError(f"a RAM tier of {wanted} does not fit: {left} of memory are available; give a smaller ram")
+    if available is None or settings.ram_bytes <= (most := largest_arena(available, settings.window_bytes)):
+        return
+    hint = f"; beside one window and a reserve {most >> 20}MiB fit" if most >= MIN_TIER_BYTES else ""
+    raise UsageError(
+        f"ram is {format_size(settings.ram_bytes)}, but only {format_size(available)} of memory are free{hint}"
+    )
 
 
 @contextmanager

@@ -5,11 +5,11 @@ One `System` is handed to whoever does I/O on the volume or asks for the time. `
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+
+from kvfs import memory
 
 
 class System:
@@ -25,11 +25,13 @@ class System:
 
     def available_memory(self) -> int | None:
         """Bytes that this process may still take, as far as the kernel and its memory cgroups say; None if they do not."""
-        limits = [*_cgroup_limits()]
-        with contextlib.suppress(OSError, ValueError, StopIteration):
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            limits.append(next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10)
-        return min(limits, default=None)
+        return memory.available()
+
+    def free_bytes(self, fd: int) -> int | None:
+        """Bytes that are free on the file system of `fd`; None where it does not know its size."""
+        found = os.fstatvfs(fd)
+        free = found.f_bfree if os.geteuid() == 0 else found.f_bavail
+        return free * found.f_frsize if found.f_blocks else None
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """preadv(2); may be short."""
@@ -46,22 +48,3 @@ class System:
     def fallocate(self, fd: int, offset: int, length: int) -> None:
         """posix_fallocate(3)."""
         os.posix_fallocate(fd, offset, length)
-
-
-def _cgroup_limits() -> Iterator[int]:
-    """The memory limits that hold for this process, cgroups(7), version 2."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, _, path = line.split(":", 2)
-        if number != "0":
-            continue
-        group = root / path.lstrip("/")
-        for directory in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                yield int((directory / "memory.max").read_text())
-            if directory == root:
-                return

@@ -32,7 +32,9 @@ from pathlib import Path
 import xxhash
 
 from kvfs.chunk import ALIGNMENT
+from kvfs.config import exact_size, format_size
 from kvfs.errors import FormatError, UsageError
+from kvfs.index import FILE_NAME as INDEX
 from kvfs.system import System
 
 log = logging.getLogger(__name__)
@@ -69,10 +71,11 @@ class Volume:
     def open(cls, directory: Path, capacity: int, system: System) -> Volume:
         """Open the volume in `directory`, or make it.
 
-        An existing volume keeps its content; a larger `capacity` extends it. Raises UsageError for what an operator
+        Its parent has to exist: a typo, or a disk that is not mounted, must not fill another disk. An existing volume
+        keeps its content; a larger `capacity` extends it. Raises UsageError for what an operator
         has to mend (locked, no room, another format, smaller than before), OSError for the rest.
         """
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_directory(directory)
         capacity -= capacity % ALIGNMENT
         path = directory / FILE_NAME
         with contextlib.ExitStack() as undo:
@@ -154,10 +157,28 @@ def _lock(fd: int, directory: Path) -> None:
         raise UsageError(f"{directory} is in use by another kvfs daemon") from error
 
 
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        if not directory.is_dir():
+            raise UsageError(f"cannot open the volume in {directory}: it is not a directory") from None
+    except FileNotFoundError as error:
+        if directory.parent.is_dir():  # as in /proc
+            raise UsageError(f"cannot open the volume in {directory}: no directory can be made there") from error
+        raise UsageError(
+            f"cannot open the volume in {directory}: {directory.parent} does not exist, and kvfs makes the last "
+            "directory only; is the disk mounted?"
+        ) from error
+
+
 def _create(path: Path, capacity: int, system: System) -> None:
     """Make a volume under another name first, so that one without its superblock is never seen."""
     unfinished = path.with_suffix(".unfinished")
-    fd, _ = _open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        fd, _ = _open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    except FileNotFoundError as error:  # as in /proc
+        raise UsageError(f"cannot open the volume in {path.parent}: no file can be made there") from error
     try:
         _allocate(fd, unfinished, 0, capacity, system)
         _write_superblock(fd, uuid.uuid4().bytes, capacity, system)
@@ -175,7 +196,8 @@ def _grow(fd: int, path: Path, capacity: int, system: System) -> tuple[bytes, in
     identity, present = _read_superblock(fd, path, system)
     if capacity < present:
         raise UsageError(
-            f"{path} holds {present} bytes and cannot shrink to {capacity}; give at least its size, or remove it"
+            f"the volume in {path.parent} has {format_size(present)} and cannot shrink to {format_size(capacity)}: "
+            f"give {exact_size(present)} or more, or start anew: rm {path} {path.with_name(INDEX)}"
         )
     length = os.fstat(fd).st_size
     if length < present:
@@ -189,6 +211,10 @@ def _grow(fd: int, path: Path, capacity: int, system: System) -> tuple[bytes, in
 
 
 def _allocate(fd: int, path: Path, offset: int, length: int, system: System) -> None:
+    """Extend the file from `offset` by `length`. What cannot fit is refused before it fills the disk for a moment."""
+    free = system.free_bytes(fd)
+    if free is not None and length > free:
+        raise _no_room(path, offset + length, free)
     try:
         system.fallocate(fd, offset, length)
     except OSError as error:
@@ -196,7 +222,12 @@ def _allocate(fd: int, path: Path, offset: int, length: int, system: System) -> 
             os.ftruncate(fd, offset)
         if error.errno != errno.ENOSPC:
             raise
-        raise UsageError(f"there is no room for a volume of {offset + length} bytes at {path}") from error
+        raise _no_room(path, offset + length, system.free_bytes(fd)) from error
+
+
+def _no_room(path: Path, size: int, free: int | None) -> UsageError:
+    left = "" if free is None else f": {format_size(free)} are free"
+    return UsageError(f"there is no room for a volume of {format_size(size)} in {path.parent}{left}")
 
 
 def _write_superblock(fd: int, identity: bytes, capacity: int, system: System) -> None:
@@ -217,5 +248,8 @@ def _read_superblock(fd: int, path: Path, system: System) -> tuple[bytes, int]:
     if version != VERSION:
         raise UsageError(f"{path} has volume format {version}, this kvfs reads {VERSION}; use the kvfs that made it")
     if _SUM.unpack_from(block, _HEAD.size)[0] != xxhash.xxh3_64_intdigest(block[: _HEAD.size]):
-        raise FormatError(f"the superblock of {path} does not have its checksum; the volume cannot be trusted")
+        raise FormatError(
+            f"the superblock of {path} does not have its checksum; the volume cannot be trusted: "
+            f"to start anew, rm {path} {path.with_name(INDEX)}"
+        )
     return identity, capacity

@@ -75,12 +75,14 @@ class Handover(ABC):
             for handed in chunks:
                 self._free(handed.reservation, handed.source)
 
-    def abort(self, key: bytes) -> None:
-        """The client gives a slot back; an unknown key is no error."""
+    def abort(self, key: bytes) -> bool:
+        """The client gives a slot back; returns whether it had one."""
         reserved = self._reserved.pop(key, None)
-        if reserved is not None:
-            self._store.abort(reserved[0])
-            self._free(*reserved)
+        if reserved is None:
+            return False
+        self._store.abort(reserved[0])
+        self._free(*reserved)
+        return True
 
     def _abort_all(self) -> None:
         for key in list(self._reserved):

@@ -334,8 +334,8 @@ class Session:
         handed: dict[int, Handed] = {}
         for index, finished in enumerate(request.chunks):
             if len(finished.checksums) != num_bytes:
-                self._handover.abort(finished.key)
-                statuses[index] = m.StoreStatus.BAD
+                if self._handover.abort(finished.key):
+                    statuses[index] = m.StoreStatus.BAD
                 continue
             values = struct.unpack(f">{num_bytes // 8}Q", finished.checksums)
             taken = self._handover.take(finished.key, values)

@@ -321,6 +321,17 @@ async def test_overlaps_are_resolved_by_what_is_on_the_volume(tmp_path: Path, ch
     assert await assert_all_right(tmp_path, [chain], MIB) == set(chain.keys[:3])
 
 
+@pytest.mark.expect_log("two chunks claim the same extent")
+async def test_an_overlap_from_the_front(tmp_path: Path, chain: KeyChain) -> None:
+    """The same where the false row comes first."""
+    edit_index(tmp_path, "DELETE FROM chunks WHERE position = 0")
+    with index_of(tmp_path) as connection:
+        (offset,) = connection.execute("SELECT offset FROM chunks WHERE position = 1").fetchone()
+    edit_index(tmp_path, "UPDATE chunks SET offset = ? WHERE position = 3", offset - 4096)
+    found, indexed = await restarted_with(tmp_path)
+    assert found == indexed == set(chain.keys[1:3])
+
+
 @pytest.mark.parametrize(
     ("column", "value"),
     [

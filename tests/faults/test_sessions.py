@@ -648,7 +648,7 @@ async def test_many_loads_that_wait_do_not_hide_a_death(tmp_path: Path) -> None:
         system.read_gate.set()
 
 
-@pytest.mark.expect_log("a window could not be read")
+@pytest.mark.expect_log("a payload could not be received")
 @pytest.mark.parametrize("how", ["truncate", "punch", "overwrite"])
 async def test_a_clumsy_client_spoils_only_its_own_window(tmp_path: Path, how: str) -> None:
     """A window that shrinks or changes while the daemon copies is BAD or right, never wrong and never a signal."""

@@ -97,9 +97,11 @@ def test_a_colon_in_the_directory_is_kept() -> None:
         ({"mountpoint": "/a\0b"}, "mountpoint is not a path in UTF-8"),
         ({"mountpoint": "/a\udcff"}, "mountpoint is not a path in UTF-8"),
         ({"mountpoint": 3}, "mountpoint must be a text in quotes, not 3"),
-        ({"ram": "4GB"}, "ram: '4GB' is not a size"),
-        ({"ram": "1KiB"}, r"ram is 1\.0 KiB; it must lie between 1\.0 MiB and 1\.0 PiB"),
-        ({"nvme": "/data/kvfs"}, "nvme is '/data/kvfs'; write a directory, a colon and a size"),
+        ({"ram": "4GB"}, "^--ram: '4GB' is not a size: write 4GiB$"),
+        ({"ram": "1KiB"}, r"^--ram is 1\.0 KiB; it must lie between 1\.0 MiB and 1\.0 PiB"),
+        ({"ram": "2T"}, "^--ram: '2T' is not a size: write 2TiB$"),
+        ({"ram": "lots"}, "^--ram: 'lots' is not a size: write a number and KiB, MiB, GiB or TiB, such as 64GiB$"),
+        ({"nvme": "/data/kvfs"}, "^--nvme is '/data/kvfs'; write a directory, a colon and a size"),
         ({"nvme": ":64GiB"}, "write a directory, a colon and a size"),
         ({"nvme": "/data:lots"}, "nvme: 'lots' is not a size"),
         ({"nvme": "/data:0"}, "nvme is 0 B; it must lie between"),
@@ -107,11 +109,11 @@ def test_a_colon_in_the_directory_is_kept() -> None:
         ({"socket_directory": "/mnt/kvfs/run"}, "cannot lie inside the mount itself"),
         ({"socket_directory": "/" + "s" * 76}, "is longer than 76 bytes"),
         ({"log_file": "/mnt/kvfs/log"}, "cannot lie inside the mount itself"),
-        ({"huge_pages": "always"}, "huge_pages is 'always'; it must be auto or never"),
-        ({"log_level": "loud"}, "log_level is 'loud'; it must be debug, info, warning or error"),
-        ({"io_threads": 0}, "io_threads is 0; it must lie between 1 and 256"),
-        ({"io_threads": True}, "io_threads must be a whole number, not True"),
-        ({"allow_other": "yes"}, "allow_other must be true or false, not 'yes'"),
+        ({"huge_pages": "always"}, "^--huge-pages is 'always'; it must be auto or never"),
+        ({"log_level": "loud"}, "^--log-level is 'loud'; it must be debug, info, warning or error"),
+        ({"io_threads": 0}, "^--io-threads is 0; it must lie between 1 and 256"),
+        ({"io_threads": True}, "^--io-threads must be a whole number, not True"),
+        ({"allow_other": "yes"}, "^--allow-other must be true or false, not 'yes'"),
         ({"window": "1KiB"}, r"window is 1\.0 KiB; it must lie between"),
     ],
 )
@@ -134,6 +136,26 @@ def test_mistakes_in_a_file_name_the_file(tmp_path: Path) -> None:
         load(file, {})
     with pytest.raises(ConfigError, match=r"cannot read the settings in .*missing\.toml: No such file"):
         load(tmp_path / "missing.toml", {})
+
+
+def test_mistakes_are_told_in_the_words_of_whoever_made_them(tmp_path: Path) -> None:
+    """A range is checked last of all; still, who wrote a file is shown the file, who typed a flag the flag."""
+    file = tmp_path / "kvfs.toml"
+    file.write_text('mountpoint = "/mnt/kvfs"\nram = "1KiB"\nio_threads = 0\n')
+    with pytest.raises(ConfigError, match=r"kvfs\.toml: ram is 1\.0 KiB; it must lie between"):
+        load(file, {})
+    with pytest.raises(ConfigError, match=r"kvfs\.toml: io_threads is 0"):
+        load(file, {"ram": "1GiB"})
+    with pytest.raises(ConfigError, match=r"^--io-threads is 999"):
+        load(file, {"ram": "1GiB", "io_threads": 999})
+
+
+def test_names_have_one_spelling(tmp_path: Path) -> None:
+    """In a file it has underscores; the flag's dashes are answered with the name that was meant."""
+    file = tmp_path / "kvfs.toml"
+    file.write_text('log-file = "/var/log/kvfs.log"\n')
+    with pytest.raises(ConfigError, match=r"kvfs\.toml: there is no setting 'log-file'; did you mean 'log_file'\?"):
+        load(file, {})
 
 
 def test_half_an_nvme_tier_is_refused() -> None:

@@ -314,14 +314,19 @@ async def test_a_ram_cache_needs_no_disk(tmp_path: Path) -> None:
     assert not (tmp_path / "nvme").exists()
 
 
-@pytest.mark.expect_log("more than a tier holds")
+@pytest.mark.expect_log("a full chunk has 9.0 MiB, but the RAM tier has 8.0 MiB and a window has 4.0 MiB")
 async def test_what_does_not_fit_ram_at_all_is_refused(tmp_path: Path) -> None:
-    """A chunk larger than the whole tier evicts nobody."""
+    """A chunk larger than the whole tier evicts nobody; that it never fits is told once, when its namespace comes."""
     async with open_store(settings_in(tmp_path, nvme=None)) as store:
         small, large = store.attach(MIB), store.attach(sized_namespace(9 << 20))
+        assert store.attach(large.namespace) is large
         await fill(store, small, 2)
         assert await store_chunk(store, large, new_chunks(chain_of(large.namespace, 1))[0]) is REFUSED
         assert len(small.chunks) == 2
+        said = [event for line in store.events.read(0, 1 << 20).splitlines() if (event := json.loads(line))]
+        assert [(event["namespace"], event["reason"]) for event in said if event["event"] == "too_large"] == [
+            (large.directory, "the RAM tier has 8.0 MiB and a window has 4.0 MiB")
+        ]
 
 
 # leases and removal
@@ -466,7 +471,7 @@ async def test_a_volume_full_of_leases_keeps_chunks_in_ram(tmp_path: Path) -> No
         assert store.statistics().num_dirty == 0
 
 
-@pytest.mark.expect_log("more than a tier holds")
+@pytest.mark.expect_log("a full chunk has 6.0 MiB, but the volume has 4.0 MiB")
 async def test_the_volume_has_no_room_for_a_chunk_at_all(tmp_path: Path) -> None:
     """A chunk larger than the volume is refused: it would stay dirty, and all that is stored after it with it."""
     async with open_store(settings_in(tmp_path, ram=16 << 20, nvme=4 << 20)) as store:

@@ -43,11 +43,11 @@ def test_superblock_is_as_its_table_says(tmp_path: Path) -> None:
 
 def test_it_is_private_and_preallocated(tmp_path: Path) -> None:
     """Nobody else may read prompts from the disk, and room that was promised is there."""
-    Volume.open(tmp_path / "new" / "directory", CAPACITY, System()).close()
-    stat = (tmp_path / "new" / "directory" / FILE_NAME).stat()
+    Volume.open(tmp_path / "new", CAPACITY, System()).close()
+    stat = (tmp_path / "new" / FILE_NAME).stat()
     assert stat.st_mode & 0o777 == 0o600
     assert stat.st_blocks * 512 >= CAPACITY
-    assert (tmp_path / "new" / "directory").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
 
 
 def test_content_and_identity_survive(tmp_path: Path) -> None:
@@ -80,9 +80,57 @@ def test_growing_keeps_everything(tmp_path: Path) -> None:
 
 def test_shrinking_is_refused(tmp_path: Path) -> None:
     Volume.open(tmp_path, 2 * CAPACITY, System()).close()
-    with pytest.raises(UsageError, match="cannot shrink"):
+    with pytest.raises(UsageError) as refused:
         Volume.open(tmp_path, CAPACITY, System())
+    assert str(refused.value) == (
+        f"the volume in {tmp_path} has 2.0 MiB and cannot shrink to 1.0 MiB: give 2MiB or more, "
+        f"or start anew: rm {tmp_path}/volume {tmp_path}/index.sqlite"
+    )
     Volume.open(tmp_path, 2 * CAPACITY, System()).close()
+
+
+def test_a_missing_parent_is_refused(tmp_path: Path) -> None:
+    """A typo, or a disk that is not mounted, must not fill the disk that the path happens to lie on."""
+    with pytest.raises(UsageError, match=f"{tmp_path}/disk does not exist.* is the disk mounted"):
+        Volume.open(tmp_path / "disk" / "kvfs", CAPACITY, System())
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["device", "file", "link to nowhere"])
+def test_what_is_no_directory_is_refused(tmp_path: Path, kind: str) -> None:
+    place = Path("/dev/null") if kind == "device" else tmp_path / "place"
+    if kind == "file":
+        place.touch()
+    elif kind == "link to nowhere":
+        place.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match=f"cannot open the volume in {place}: it is not a directory"):
+        Volume.open(place, CAPACITY, System())
+
+
+@pytest.mark.parametrize(
+    ("place", "said"), [("/proc", "no file can be made there"), ("/proc/kvfs", "no directory can be made there")]
+)
+def test_a_file_system_that_takes_nothing_is_refused(place: str, said: str) -> None:
+    with pytest.raises(UsageError, match=f"cannot open the volume in {place}: {said}"):
+        Volume.open(Path(place), CAPACITY, System())
+
+
+class AlmostFull(System):
+    """A disk with 512 KiB left, on which nothing may be allocated in vain."""
+
+    def free_bytes(self, fd: int) -> int | None:
+        return 512 << 10
+
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        raise AssertionError("the disk would have been filled for a moment")
+
+
+def test_what_cannot_fit_is_refused_before_it_fills_the_disk(tmp_path: Path) -> None:
+    """The sentence has sizes for people, the directory, and what is free."""
+    sentence = f"there is no room for a volume of 1.0 MiB in {tmp_path}: 512.0 KiB are free"
+    with pytest.raises(UsageError, match=f"^{sentence}$"):
+        Volume.open(tmp_path, CAPACITY, AlmostFull())
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
@@ -162,7 +210,7 @@ def test_a_truncated_volume_is_noticed(tmp_path: Path, length: int) -> None:
     """What a volume lost reads as zeros, which fit no checksum: from the byte at which it ends, while it is open."""
     volume = Volume.open(tmp_path, CAPACITY, System())
     end = CAPACITY // 2
-    volume.write(filled(16384, 5), end)
+    volume.write([filled(16384, 5)], end)
     os.truncate(tmp_path / FILE_NAME, end + 4096 + length)
     found = filled(16384, 7)
     volume.read(found, end)
