@@ -157,8 +157,8 @@ class Session:
         for reservation, _ in self._reserved.values():
             self._store.abort(reservation)
         self._reserved.clear()
-        if self._window_fd is not None:
-            os.close(self._window_fd)
+        if self._window_fd is not None and self._window is not None:
+            self._store.arena.close_window(self._window_fd, self._window.capacity)
             self._window_fd = None
 
     async def _dispatch(self, request: m.AnyRequest, nursery: trio.Nursery) -> None:
@@ -324,7 +324,7 @@ class Session:
         try:
             self._window_fd = await trio.to_thread.run_sync(self._store.arena.create_window, size)
         except OSError as error:
-            raise UsageError(f"there is no memory for another window: {error}") from error
+            raise UsageError(f"there is no memory for another window: {error.strerror}") from error
         self._window = ExtentAllocator(size)
         await self._send(m.Window(request.id, size), [self._window_fd])
 
