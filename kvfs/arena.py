@@ -23,6 +23,7 @@ import logging
 import mmap
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 from kvfs.chunk import align
@@ -48,12 +49,16 @@ class Arena:
         view: the whole arena, writable.
     """
 
-    def __init__(self, size_bytes: int, kind: str, fd: int, client_fd: int, directory_fd: int | None) -> None:
+    def __init__(
+        self, size_bytes: int, kind: str, fd: int, client_fd: int, directory_fd: int | None, window_budget_bytes: int
+    ) -> None:
         self.size_bytes = size_bytes
         self.kind = kind
         self.fd = fd
         self.client_fd = client_fd
         self._directory_fd = directory_fd
+        self._windows_left_bytes = window_budget_bytes
+        self._windows_lock = threading.Lock()
         self._map = mmap.mmap(fd, size_bytes)
         self.view = memoryview(self._map)
 
@@ -63,8 +68,12 @@ class Arena:
     ) -> Arena:
         """Make and prefault an arena. Raises OSError (ENOMEM) if the memory is not there.
 
+<<<<<<< HEAD
         `window_budget_bytes` bounds what all windows together may take where they lie beside the arena. With
         `is_shared`, whoever is handed `fd` may write to it.
+=======
+        `window_budget_bytes` bounds what all windows together may take.
+>>>>>>> main
         """
         size_bytes = align(size_bytes)
         arena = None
@@ -73,7 +82,7 @@ class Arena:
                 arena = cls._on_tmpfs(size_bytes, window_budget_bytes)
             except OSError as error:
                 log.warning("no tmpfs with huge pages for the arena (%s); taking a memfd", error)
-        arena = arena or cls._on_memfd(size_bytes, huge_pages)
+        arena = arena or cls._on_memfd(size_bytes, huge_pages, window_budget_bytes)
         try:
             arena._map.madvise(MADV_POPULATE_WRITE)
             arena._seal(0 if is_shared else _SEAL_FUTURE_WRITE)
@@ -97,15 +106,15 @@ class Arena:
         except OSError:
             os.close(directory_fd)
             raise
-        return cls(size_bytes, "tmpfs-huge", fd, client_fd, directory_fd)
+        return cls(size_bytes, "tmpfs-huge", fd, client_fd, directory_fd, window_budget_bytes)
 
     @classmethod
-    def _on_memfd(cls, size_bytes: int, huge_pages: bool) -> Arena:
+    def _on_memfd(cls, size_bytes: int, huge_pages: bool, window_budget_bytes: int) -> Arena:
         fd = os.memfd_create("kvfs-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size_bytes)
         client_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         huge = huge_pages and _shmem_takes_advice()
-        arena = cls(size_bytes, "memfd-huge" if huge else "memfd", fd, client_fd, None)
+        arena = cls(size_bytes, "memfd-huge" if huge else "memfd", fd, client_fd, None, window_budget_bytes)
         if huge:
             arena._map.madvise(mmap.MADV_HUGEPAGE)
         return arena
@@ -117,7 +126,27 @@ class Arena:
                 fcntl.fcntl(self.fd, _F_ADD_SEALS, future_write | _SEAL_SHRINK | _SEAL_GROW)
 
     def create_window(self, size_bytes: int) -> int:
-        """A descriptor of new shared memory that a client may write; the caller closes it. Raises OSError."""
+        """A descriptor of new shared memory that a client may write, for `close_window`. Raises OSError."""
+        with self._windows_lock:
+            if size_bytes > self._windows_left_bytes:
+                raise OSError(errno.ENOSPC, "other sessions have it all")
+            self._windows_left_bytes -= size_bytes
+        try:
+            return self._new_window(size_bytes)
+        except OSError:
+            self._give_back(size_bytes)
+            raise
+
+    def close_window(self, fd: int, size_bytes: int) -> None:
+        """Give a window back; its client may keep it mapped, but can do no more with it."""
+        os.close(fd)
+        self._give_back(size_bytes)
+
+    def _give_back(self, size_bytes: int) -> None:
+        with self._windows_lock:
+            self._windows_left_bytes += size_bytes
+
+    def _new_window(self, size_bytes: int) -> int:
         if self._directory_fd is None:
             fd = os.memfd_create("kvfs-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, size_bytes)

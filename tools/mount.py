@@ -48,13 +48,6 @@ def mount(
         bool | None,
         Flag("--allow-other/--no-allow-other", help="Let other users in, as far as modes allow.", show_default=False),
     ] = None,
-    access: Annotated[
-        str | None,
-        Flag(
-            metavar="isolated|trusted",
-            help="trusted: engines of your own user store in place, one copy less; none can be kept from the others.",
-        ),
-    ] = None,
     huge_pages: Annotated[
         str | None, Flag(metavar="auto|never", help="Whether RAM comes in huge pages where possible.")
     ] = None,
@@ -73,7 +66,7 @@ def mount(
             config_file,
             {
                 "mountpoint": mountpoint, "ram": ram, "nvme": nvme, "allow_other": allow_other,
-                "access": access, "huge_pages": huge_pages, "window": window, "io_threads": io_threads,
+                "huge_pages": huge_pages, "window": window, "io_threads": io_threads,
                 "socket_directory": socket_directory, "log_level": log_level, "log_file": log_file,
             },
         )  # fmt: skip

@@ -111,3 +111,30 @@ async def test_namespaces_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(UsageError, match="2 namespaces already"):
             store.attach(tiny_namespace("tests/c"))
         store.attach(tiny_namespace("tests/a"))
+
+
+async def window(client: trio.socket.SocketType, size_bytes: int) -> m.AnyReply:
+    """Ask for a window; its descriptor, if there is one, is closed unread."""
+    await client.send(m.encode(m.OpenWindow(5, size_bytes)))
+    return await reply(client)
+
+
+async def test_windows_of_all_sessions_are_bounded(tmp_path: Path) -> None:
+    """They are memory beside the RAM tier: a session that finds none left is told so, until another ends."""
+    async with served(tmp_path) as (store, client):
+        largest = store.settings.window_bytes
+        others = []
+        for _ in range(16):
+            others.append(trio.socket.from_stdlib_socket(connected(tmp_path)))
+            await others[-1].send(m.encode(m.Hello(1, m.VERSION, namespaces.encode(NS), "test")))
+            assert isinstance(await reply(others[-1]), m.Welcome)
+            assert isinstance(await window(others[-1], largest), m.Window)
+        refused = await window(client, 4096)
+        assert isinstance(refused, m.Failure)
+        assert "no memory for another window" in refused.message
+        others.pop().close()
+        with trio.fail_after(10):
+            while isinstance(await window(client, largest), m.Failure):
+                await trio.lowlevel.checkpoint()
+        for other in others:
+            other.close()
