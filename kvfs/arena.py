@@ -68,12 +68,8 @@ class Arena:
     ) -> Arena:
         """Make and prefault an arena. Raises OSError (ENOMEM) if the memory is not there.
 
-<<<<<<< HEAD
-        `window_budget_bytes` bounds what all windows together may take where they lie beside the arena. With
-        `is_shared`, whoever is handed `fd` may write to it.
-=======
-        `window_budget_bytes` bounds what all windows together may take.
->>>>>>> main
+        `window_budget_bytes` bounds what all windows together may take. With `is_shared`, whoever is handed `fd` may
+        write to it.
         """
         size_bytes = align(size_bytes)
         arena = None

@@ -108,7 +108,7 @@ class ThroughWindow(Handover):
         try:
             self.fd = await trio.to_thread.run_sync(self._store.arena.create_window, size)
         except OSError as error:
-            raise UsageError(f"there is no memory for another window: {error}") from error
+            raise UsageError(f"there is no memory for another window: {error.strerror}") from error
         self._slots = ExtentAllocator(size)
         return self.fd, size
 
@@ -131,8 +131,8 @@ class ThroughWindow(Handover):
     async def close(self) -> None:
         """See `Handover`. The client may go on writing to its window: nobody else ever uses that memory."""
         self._abort_all()
-        if self.fd is not None:
-            os.close(self.fd)
+        if self.fd is not None and self._slots is not None:
+            self._store.arena.close_window(self.fd, self._slots.capacity)
             self.fd = None
 
 

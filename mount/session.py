@@ -152,15 +152,6 @@ class Session:
         for chunks in self._leases.values():
             self._release(chunks)
         self._leases.clear()
-<<<<<<< HEAD
-=======
-        for reservation, _ in self._reserved.values():
-            self._store.abort(reservation)
-        self._reserved.clear()
-        if self._window_fd is not None and self._window is not None:
-            self._store.arena.close_window(self._window_fd, self._window.capacity)
-            self._window_fd = None
->>>>>>> main
 
     async def _dispatch(self, request: m.AnyRequest, nursery: trio.Nursery) -> None:
         if isinstance(request, m.Load | m.Publish | m.Suspect):
@@ -317,25 +308,10 @@ class Session:
 
     async def _open_window(self, request: m.OpenWindow) -> None:
         _ = self._attached
-<<<<<<< HEAD
         if not isinstance(self._handover, ThroughWindow):
             raise ProtocolError("a trusted session stores into the arena itself")
         fd, size = await self._handover.open(request.size_bytes)
         await self._send(m.Window(request.id, size), [fd])
-=======
-        limit = self._store.settings.window_bytes
-        size = align(request.size_bytes)
-        if self._window_fd is not None:
-            raise ProtocolError("the session has a window already")
-        if not 0 < size <= limit:
-            raise ProtocolError(f"a window has 1 to {limit} bytes, not {request.size_bytes}")
-        try:
-            self._window_fd = await trio.to_thread.run_sync(self._store.arena.create_window, size)
-        except OSError as error:
-            raise UsageError(f"there is no memory for another window: {error.strerror}") from error
-        self._window = ExtentAllocator(size)
-        await self._send(m.Window(request.id, size), [self._window_fd])
->>>>>>> main
 
     async def _reserve(self, request: m.Store) -> None:
         table = self._attached

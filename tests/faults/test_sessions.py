@@ -699,6 +699,7 @@ async def test_clients_cannot_write_what_others_read(tmp_path: Path) -> None:
                 os.ftruncate(fd, 0)
 
 
+@pytest.mark.expect_log("such chunks are refused")
 async def test_a_large_namespace_does_not_stop_the_daemon(tmp_path: Path) -> None:
     """The largest namespace that fits a message, attached and stored to: others are answered meanwhile and after."""
     tensors = tuple(TensorSpec(f"t{i}", "U8", (1 << 16,), 0) for i in range(8))
