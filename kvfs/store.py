@@ -450,7 +450,10 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
     with _told("the RAM tier"):
         arena = await trio.to_thread.run_sync(
             lambda: Arena.create(
-                settings.ram_bytes, huge_pages=settings.huge_pages == "auto", window_budget_bytes=windows
+                settings.ram_bytes,
+                huge_pages=settings.huge_pages == "auto",
+                window_budget_bytes=windows,
+                is_shared=settings.access == "trusted",
             )
         )
     volume: Volume | None = None

@@ -1,0 +1,211 @@
+"""Clients that store in place (`access = "trusted"`), and publishes that nobody waits for yet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from kvfs import namespace as namespaces
+from kvfs.catalog import ChunkTable
+from kvfs.client import Client, Publishing
+from kvfs.messages import StoreStatus, Tier
+from kvfs.mount.session import serve_sessions
+from kvfs.store import Store
+from kvfs.testing import (
+    chain_of,
+    eventually,
+    layer_of,
+    new_chunks,
+    open_table,
+    payload_of,
+    plain_mount,
+    sized_namespace,
+    socket_path,
+)
+
+MIB = sized_namespace(1 << 20)
+
+_DIES_WITH_A_SLOT = """
+import sys, time
+from kvfs import namespace
+from kvfs.client import Client
+from kvfs.testing import chain_of, new_chunks
+space = namespace.decode(sys.stdin.buffer.read())
+client = Client(sys.argv[1], space, deadline_s=5.0)
+(reservation,) = client.store(new_chunks(chain_of(space, 1)))
+reservation.payload[:4] = b"half"
+connection = reservation.connection
+connection._socket.close()  # the session ends, the process and its mapping do not
+print("reserved", flush=True)
+time.sleep(60)
+"""
+
+
+@asynccontextmanager
+async def trusted(directory: Path, **settings: Any) -> AsyncIterator[tuple[Store, ChunkTable]]:
+    options = {"access": "trusted", **settings}
+    async with open_table(directory, MIB, None, **options) as (store, table), trio.open_nursery() as nursery:
+        await nursery.start(serve_sessions, store, socket_path(directory))
+        yield store, table
+        nursery.cancel_scope.cancel()
+
+
+def client_of(directory: Path) -> Client:
+    return Client(plain_mount(directory), MIB, deadline_s=5.0)
+
+
+def fill(client: Client, seed: int, num_chunks: int = 1) -> Publishing:
+    """Reserve, write, seal, hand over."""
+    reservations = client.store(new_chunks(chain_of(MIB, num_chunks, seed)))
+    for reservation in reservations:
+        assert reservation.payload is not None
+        reservation.payload[:] = payload_of(reservation.chunk.chain, reservation.geometry)  # type: ignore[arg-type]
+        for layer in range(len(reservation.geometry.layers)):
+            reservation.seal(layer)
+    return client.publish_later(reservations)
+
+
+def assert_right(client: Client, seed: int, num_chunks: int, source: Tier) -> None:
+    chain = chain_of(MIB, num_chunks, seed)
+    load = client.load(chain.chains)
+    assert load is not None
+    with load:
+        assert load.sources == [source] * num_chunks
+        for index, value in enumerate(chain.chains):
+            for layer in range(MIB.num_layers):
+                assert bytes(load.layer(index, layer)) == layer_of(value, load.geometry(index), layer)
+
+
+async def in_thread(work: Any, *arguments: Any) -> Any:
+    return await trio.to_thread.run_sync(work, *arguments)
+
+
+@pytest.mark.parametrize("huge_pages", ["auto", "never"])
+async def test_what_was_stored_in_place_is_there_after_a_restart(tmp_path: Path, huge_pages: str) -> None:
+    """A trusted client writes where the chunk stays; others find it, and the volume has it."""
+    async with trusted(tmp_path, huge_pages=huge_pages) as (store, _):
+        with client_of(tmp_path) as one, client_of(tmp_path) as other:
+            publishing = await in_thread(fill, one, 1, 3)
+            assert await in_thread(publishing.wait) == [StoreStatus.STORED] * 3
+            await in_thread(assert_right, other, 1, 3, Tier.RAM)
+        assert await store.flush()
+    async with trusted(tmp_path) as (store, _):
+        with client_of(tmp_path) as client:
+            await in_thread(assert_right, client, 1, 3, Tier.NVME)
+
+
+async def test_wrong_bytes_in_place_are_bad(tmp_path: Path) -> None:
+    """Whoever seals a layer and writes on is told, and nothing becomes visible."""
+    async with trusted(tmp_path) as (store, table):
+
+        def spoil() -> list[StoreStatus]:
+            with client_of(tmp_path) as client:
+                (reservation,) = client.store(new_chunks(chain_of(MIB, 1)))
+                assert reservation.payload is not None
+                reservation.payload[:] = bytes(len(reservation.payload))
+                for layer in range(MIB.num_layers):
+                    reservation.seal(layer)
+                reservation.payload[100] = 1
+                return client.publish([reservation])
+
+        assert await in_thread(spoil) == [StoreStatus.BAD]
+        assert not table.chunks
+        assert store.statistics().ram.used_bytes == 0
+
+
+async def test_a_trusted_client_has_a_budget(tmp_path: Path) -> None:
+    """What is reserved at once is bounded by the window setting, also without a window."""
+    async with trusted(tmp_path, window_bytes=2 << 20) as (store, _):
+
+        def reserve() -> list[StoreStatus]:
+            with client_of(tmp_path) as client:
+                assert client.window_bytes() == 2 << 20
+                reservations = client.store(new_chunks(chain_of(MIB, 3)))
+                statuses = [reservation.status for reservation in reservations]
+                client.abort(reservations)
+                return statuses
+
+        expected = [StoreStatus.STORED, StoreStatus.STORED, StoreStatus.REFUSED]
+        assert await in_thread(reserve) == expected
+        assert await in_thread(reserve) == expected
+        assert store.statistics().ram.used_bytes == 0
+
+
+async def test_reserved_memory_waits_for_the_end_of_its_client(tmp_path: Path) -> None:
+    """A session that ends with chunks half written: nobody else gets that memory while the process may still write."""
+    async with trusted(tmp_path) as (store, _):
+        with subprocess.Popen(  # noqa: ASYNC220 - waited for in threads
+            [sys.executable, "-c", _DIES_WITH_A_SLOT, str(plain_mount(tmp_path))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as process:
+            try:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(namespaces.encode(MIB))
+                process.stdin.close()
+                assert await in_thread(process.stdout.readline) == b"reserved\n"
+                with client_of(tmp_path) as client:  # a session that came and went: the other's end was seen before
+                    publishing = await in_thread(fill, client, 9)
+                    await in_thread(publishing.wait)
+                assert store.statistics().ram.used_bytes == 2 * next(iter(store.catalog.chunks())).length
+            finally:
+                process.kill()
+            await in_thread(process.wait)
+        await eventually(lambda: store.statistics().ram.used_bytes == next(iter(store.catalog.chunks())).length)
+        assert store.counters.stores_aborted == 1
+
+
+async def test_publishes_that_overlap(tmp_path: Path) -> None:
+    """Several publishes are under way, other requests go on meanwhile, each wait gets its own answer."""
+    async with trusted(tmp_path, ram=32 << 20) as (store, table):
+
+        def overlap() -> None:
+            with client_of(tmp_path) as client:
+                under_way = [fill(client, seed, 2) for seed in range(6)]
+                assert client.match(chain_of(MIB, 2, 99).chains).count == 0
+                for publishing in reversed(under_way):
+                    assert publishing.wait() == [StoreStatus.STORED] * 2
+                    assert publishing.wait() == [StoreStatus.STORED] * 2
+                for seed in range(6):
+                    assert_right(client, seed, 2, Tier.RAM)
+                assert client.statistics.failures == 0
+
+        await in_thread(overlap)
+        assert len(table.chunks) == 12
+        assert store.counters.session_errors == 0
+
+
+async def test_an_isolated_client_of_a_trusting_daemon(tmp_path: Path) -> None:
+    """Trust goes by user: whoever is not the daemon's user gets a read-only arena and a window."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    async with trusted(tmp_path, allow_other=True) as (_, table):
+        for path in (tmp_path, *tmp_path.parents):
+            if path.stat().st_uid == 0 and path.stat().st_mode & 0o005 != 0o005:
+                path.chmod(0o755)
+        plain_mount(tmp_path)
+        pid = os.fork()
+        if pid == 0:  # in a child without trio's help: become nobody, store, say how it went by the exit code
+            code = 9
+            try:
+                os.setgid(65534)
+                os.setuid(65534)
+                with client_of(tmp_path) as client:
+                    publishing = fill(client, 5)
+                    connection = publishing._parts[0][0]
+                    is_trusted = connection.welcome is not None and connection.welcome.is_trusted
+                    code = 0 if publishing.wait() == [StoreStatus.STORED] and not is_trusted else 1
+            finally:
+                os._exit(code)
+        _, status = await in_thread(os.waitpid, pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert len(table.chunks) == 1
