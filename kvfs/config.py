@@ -35,7 +35,7 @@ MIN_TIER_BYTES = 1 << 20
 MAX_TIER_BYTES = 1 << 50
 MAX_IO_THREADS = 256
 MAX_SOCKET_DIRECTORY_BYTES = 76  # sockaddr_un holds 107; the daemon adds a directory and a name, 30 together
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$", re.ASCII)
+_SIZE = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*$", re.ASCII)
 
 
 def parse_size(text: str | int) -> int:
@@ -225,7 +225,7 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read the settings in {os.fspath(path)}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{os.fspath(path)} is not a TOML file: {error}") from error
 
 

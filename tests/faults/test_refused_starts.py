@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvfs.errors import UsageError
+from kvfs import config
+from kvfs.errors import ConfigError, UsageError
 from kvfs.index import FILE_NAME as INDEX
 from kvfs.store import open_store
 from kvfs.system import System
@@ -98,3 +99,14 @@ async def test_an_index_without_a_column_is_set_aside(tmp_path: Path, damaged: b
     async with open_store(settings_in(tmp_path)) as store:
         assert store.attach(NS).chunks == {}
     assert path.with_name(INDEX + ".set-aside").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["ram = " + "[" * 5000, "ram = " + "9" * 5000, f"ram = '{'9' * 5000}MiB'", f"ram = '{'9' * 400}.5GiB'"]
+)
+def test_a_file_of_settings_that_means_nothing(tmp_path: Path, text: str) -> None:
+    """Whatever stands in the file, an operator gets a sentence."""
+    path = tmp_path / "kvfs.toml"
+    path.write_text(f"mountpoint = '/mnt/kvfs'\n{text}\n")
+    with pytest.raises(ConfigError, match=r"kvfs\.toml"):
+        config.load(path, {})
