@@ -21,7 +21,7 @@ import trio
 
 from kvfs.config import Settings
 from kvfs.errors import UsageError
-from kvfs.mount import mountpoint
+from kvfs.mount import libfuse_words, mountpoint
 from kvfs.mount.control import ControlFiles
 from kvfs.mount.errnos import Faults
 from kvfs.mount.operations import MAX_TASKS, Operations
@@ -135,12 +135,12 @@ def _mounted(operations: Operations, path: str, settings: Settings) -> Iterator[
     options = {"fsname=" + mountpoint.SOURCE, "subtype=kvfs", "default_permissions", "noexec"}
     if settings.allow_other:
         options.add("allow_other")
+    said: list[str] = []
     try:
-        pyfuse3.init(operations, path, options)
+        with libfuse_words.overheard() as said:
+            pyfuse3.init(operations, path, options)
     except RuntimeError as error:
-        raise UsageError(
-            f"cannot mount on {path}: the line before says why; is fuse3 installed, and may you open /dev/fuse?"
-        ) from error
+        raise UsageError(f"cannot mount on {path}: {libfuse_words.reason(said)}") from error
     mounted = _Mounted(path)
     try:
         yield mounted

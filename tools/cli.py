@@ -1,5 +1,6 @@
 """The `kvfs` command: its subcommands, and what becomes of errors.
 
+a mistyped command  one sentence on stderr, exit code 2
 UsageError          one sentence on stderr, exit code 2
 other KvfsError     one sentence on stderr, exit code 1
 Ctrl-C              exit code 130
@@ -9,6 +10,7 @@ any other exception a defect: the traceback is shown
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -19,14 +21,15 @@ from kvfs.errors import KvfsError, UsageError
 from kvfs.tools import ls, mount, status, umount
 from kvfs.tools.bench import command as bench
 
+# click's ClickException: typer brings click, or a copy of it, and shows neither.
+_Mistyped: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvfs",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # boxes cut the names of options on 80 columns
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -59,7 +62,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog="Example: [bold]kvfs mount /mnt/kvfs --ram 4GiB --nvme /data/kvfs:64GiB[/bold]")
+@app.callback(epilog="Example: kvfs mount /mnt/kvfs --ram 4GiB --nvme /data/kvfs:64GiB")
 def main_options(
     version: Annotated[
         bool, typer.Option("--version", help="Say which version this is.", callback=_print_version, is_eager=True)
@@ -80,7 +83,20 @@ app.command("bench", epilog=bench.EXAMPLES)(tells_errors(bench.bench))
 
 def main() -> None:
     """Entry point of the `kvfs` script."""
-    app()
+    arguments = sys.argv[1:]
+    try:
+        code = app(arguments or ["--help"], standalone_mode=False)
+    except _Mistyped as error:
+        typer.echo(f"kvfs: {_sentence(error)}", err=True)
+        code = EXIT_USAGE
+    sys.exit(code or (0 if arguments else EXIT_USAGE))
+
+
+def _sentence(error: Any) -> str:
+    """What is wrong with a command line, in one line, and where to look."""
+    said = " ".join(error.format_message().split()).removesuffix(".")
+    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "kvfs"
+    return f"{said[:1].lower()}{said[1:]}; `{command} --help` shows what there is"
 
 
 if __name__ == "__main__":

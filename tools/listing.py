@@ -8,7 +8,7 @@ Concurrency: every function blocks; they are called in a thread and say through 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvfs import namespace as namespaces
@@ -17,6 +17,7 @@ from kvfs.errors import UsageError
 from kvfs.tools.mounted import Beat
 
 MAX_LOOKED_INTO = 20_000  # chunks whose extended attributes are read: each costs a request to the daemon
+SHORT_NAME = 8  # hex digits of a key in a pattern: one in four thousand million others begins alike
 
 
 @dataclass(slots=True)
@@ -25,6 +26,8 @@ class Entry:
 
     Attributes:
         name: of its directory or file; a chunk's is its key.
+        path, short_path: of a prefix, what `rm -rf` takes below "prefixes"; the short one is a pattern for the shell
+            that fits nothing else. None for the others.
         depth: of a prefix below the first ones.
         num_chunks, size_bytes: how many and how large.
         num_tokens: in those chunks, None if not looked into.
@@ -34,6 +37,8 @@ class Entry:
     """
 
     name: str
+    path: str | None = None
+    short_path: str | None = None
     depth: int = 0
     num_chunks: int = 0
     size_bytes: int = 0
@@ -86,57 +91,77 @@ def find_namespace(path: str, wanted: str, beat: Beat) -> str:
 def list_prefixes(path: str, namespace: str, beat: Beat) -> list[Entry]:
     """The prefix directories of a namespace, each before those below it, the last used first.
 
-    Each counts what `rm -rf` of it would remove. Attributes of chunks are read unless there are too many.
+    Each counts what `rm -rf` of it would remove; those that hold nothing any more are left out. Attributes of chunks
+    are read unless there are too many.
     """
     root = os.path.join(path, namespace)
     with os.scandir(os.path.join(root, "chunks")) as entries:
         looks_into = sum(1 for _ in entries) <= MAX_LOOKED_INTO
     beat()
-    trees = [
-        _tree(os.path.join(root, "prefixes"), name, 0, beat, looks_into) for name in os.listdir(f"{root}/prefixes")
-    ]
-    return [entry for tree in sorted(trees, key=lambda tree: -tree[0].last_used_ns) for entry in tree]
+    found = _trees(os.path.join(root, "prefixes"), os.listdir(f"{root}/prefixes"), None, beat, looks_into)
+    return [entry for tree in found for entry in tree]
 
 
-def list_chunks(path: str, namespace: str, limit: int, beat: Beat) -> list[Entry]:
-    """The `limit` chunks of a namespace that were used last."""
+def list_chunks(path: str, namespace: str, limit: int, beat: Beat) -> tuple[list[Entry], int]:
+    """The `limit` chunks of a namespace that were used last, and how many there are."""
     directory = os.path.join(path, namespace, "chunks")
-    chunks = _by_last_use(list(_chunks(directory, beat, looks_into=False)))[:limit]
-    for chunk in chunks:
+    chunks = _by_last_use(list(_chunks(directory, beat, looks_into=False)))
+    shown = chunks[:limit]
+    for chunk in shown:
         _look_into(chunk, os.path.join(directory, chunk.name + SUFFIX))
         beat()
-    return [chunk for chunk in chunks if chunk.tiers is not None]
+    return [chunk for chunk in shown if chunk.tiers is not None], len(chunks)
 
 
-def _tree(parent: str, name: str, depth: int, beat: Beat, looks_into: bool) -> list[Entry]:
-    """A prefix directory and those below it, the first counting them all."""
-    directory = os.path.join(parent, name)
-    total = Entry(name, depth)
-    below = []
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """For each name a pattern that fits no other of them: its first letters and "*"."""
+    ordered = sorted(names)
+    needed = {}
+    for name, before, after in zip(ordered, ["", *ordered], [*ordered[1:], ""], strict=False):
+        alike = max(len(os.path.commonprefix((name, other))) for other in (before, after))  # noqa: RUF071 - letters count
+        end = max(SHORT_NAME, alike + 1)
+        needed[name] = name if end >= len(name) else f"{name[:end]}*"
+    return needed
+
+
+def _trees(parent: str, names: list[str], above: Entry | None, beat: Beat, looks_into: bool) -> list[list[Entry]]:
+    """The prefix directories among the `names` in a directory, each with those below it, the last used first."""
+    patterns = short_names(names)
+    trees = []
+    for name in names:
+        if name.endswith(SUFFIX):
+            continue
+        entry = Entry(name, name, patterns[name])
+        if above is not None:
+            entry.path, entry.short_path = f"{above.path}/{name}", f"{above.short_path}/{entry.short_path}"
+            entry.depth = above.depth + 1
+        tree = _tree(os.path.join(parent, name), entry, beat, looks_into)
+        if entry.num_chunks:
+            trees.append(tree)
+    return sorted(trees, key=lambda tree: (-tree[0].last_used_ns, tree[0].name))
+
+
+def _tree(directory: str, total: Entry, beat: Beat, looks_into: bool) -> list[Entry]:
+    """A prefix directory, which counts in all that is below it, and what is."""
     for chunk in _chunks(directory, beat, looks_into):
         total.add(chunk)
-    for child in _subdirectories(directory):
-        tree = _tree(directory, child, depth + 1, beat, looks_into)
+    below = _trees(directory, _names(directory), total, beat, looks_into)
+    for tree in below:
         total.add(tree[0])
-        below.append(tree)
-    below.sort(key=lambda tree: -tree[0].last_used_ns)
     return [total, *(entry for tree in below for entry in tree)]
 
 
-def _subdirectories(directory: str) -> list[str]:
+def _names(directory: str) -> list[str]:
     try:
-        with os.scandir(directory) as entries:
-            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return os.listdir(directory)
     except FileNotFoundError:
         return []
 
 
 def _chunks(directory: str, beat: Beat, looks_into: bool) -> Iterator[Entry]:
-    try:
-        names = [name for name in os.listdir(directory) if name.endswith(SUFFIX)]
-    except FileNotFoundError:
-        return
-    for name in names:
+    for name in _names(directory):
+        if not name.endswith(SUFFIX):
+            continue
         path = os.path.join(directory, name)
         beat()
         try:

@@ -1,16 +1,20 @@
-"""`kvfs ls`: namespaces, prefixes or chunks of a mount, the last used first."""
+"""`kvfs ls`: namespaces, prefixes or chunks of a mount, the last used first.
+
+Names are there to be copied: they are never folded or cut. Where a terminal is too narrow, the columns that matter least
+are left out; where even that is not enough, the terminal breaks the line itself.
+"""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvfs.config import format_size
 from kvfs.errors import UsageError
@@ -19,82 +23,134 @@ from kvfs.tools.listing import Entry
 from kvfs.tools.words import format_duration
 
 EXAMPLES = """
-[bold]kvfs ls /mnt/kvfs[/bold]
+kvfs ls /mnt/kvfs
 
 The namespaces: one for each model, dtype, layout and rank.
 
-[bold]kvfs ls /mnt/kvfs SmolLM2[/bold]
+kvfs ls /mnt/kvfs SmolLM2
 
-The prefixes of the namespace that begins with these letters. `rm -rf` of a prefix removes what its line counts.
+The prefixes of the namespace that begins with these letters.
 
-[bold]kvfs ls /mnt/kvfs SmolLM2 --chunks --limit 10[/bold]
+rm -rf /mnt/kvfs/NAMESPACE/prefixes/PATH
+
+Removes what a line of them counts; PATH is what the line begins with, copied as it is.
+
+kvfs ls /mnt/kvfs SmolLM2 --chunks --limit 10
 
 The ten chunks that were used last.
 """
 
 UNKNOWN = "–"
-PIPE_WIDTH = 240  # columns where there is no terminal: nothing is folded
 
 
 def list_cache(
     mountpoint: Annotated[str, typer.Argument(help="Where the cache is mounted.")],
     namespace: Annotated[str | None, typer.Argument(help="A namespace, or the beginning of its name.")] = None,
     chunks: Annotated[bool, typer.Option("--chunks", help="Chunks in place of prefixes.")] = False,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Most chunks to show.")] = 50,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Most lines to show.")] = 50,
+    full: Annotated[bool, typer.Option("--full", help="Whole keys in the paths of prefixes, no patterns.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Bytes and nanoseconds, for programs.")] = False,
 ) -> None:
     """List namespaces, prefixes or chunks, the last used first."""
-    path = mounted.find(mountpoint)
+    path = _mount(mountpoint)
     if namespace is None:
         if chunks:
             raise UsageError("say whose chunks: kvfs ls MOUNTPOINT NAMESPACE --chunks")
         kind, entries = "namespace", mounted.ask(path, lambda beat: listing.list_namespaces(path, beat))
+        total = len(entries)
     else:
         name = mounted.ask(path, lambda beat: listing.find_namespace(path, namespace, beat))
         if chunks:
-            kind, entries = "chunk", mounted.ask(path, lambda beat: listing.list_chunks(path, name, limit, beat))
+            kind = "chunk"
+            entries, total = mounted.ask(path, lambda beat: listing.list_chunks(path, name, limit, beat))
         else:
             kind, entries = "prefix", mounted.ask(path, lambda beat: listing.list_prefixes(path, name, beat))
+            total = len(entries)
+    entries = entries[:limit]
     if as_json:
         rows = [{"kind": kind} | _plain(entry) for entry in entries]
         typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=2))
     elif entries:
-        console = Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
-        console.print(_table(kind, entries, time.time_ns()))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        heading, *lines = table(kind, entries, time.time_ns(), width=width, full=full)
+        typer.echo(typer.style(heading, dim=True))
+        typer.echo("\n".join(lines))
     else:
-        typer.echo("kvfs: nothing is stored here yet", err=True)
+        typer.echo("kvfs: nothing is stored here", err=True)
+    if total > limit:
+        typer.echo(f"kvfs: {total - limit:,} more; --limit {total} shows all", err=True)
+
+
+def _mount(path: str) -> str:
+    inside = mounted.inside(path)
+    if inside is not None:
+        mount, rest = inside
+        namespace = rest.split("/")[0]
+        raise UsageError(f"{path} lies inside the mount: say `kvfs ls {mount} {namespace}`")
+    return mounted.find(path)
 
 
 def _plain(entry: Entry) -> dict[str, Any]:
-    tiers = None if entry.tiers is None else sorted(entry.tiers)
-    return {name: value for name, value in (asdict(entry) | {"tiers": tiers}).items() if value is not None}
+    facts = asdict(entry) | {"tiers": None if entry.tiers is None else sorted(entry.tiers), "short_path": None}
+    return {name: value for name, value in facts.items() if value is not None}
 
 
-def _table(kind: str, entries: list[Entry], now_ns: int) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(kind, overflow="fold")
-    counts = {"namespace": ["chunks"], "prefix": ["chunks", "tokens"], "chunk": ["position", "tokens", "hits"]}[kind]
-    for heading in (*counts, "size"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    if kind != "namespace":
-        table.add_column("tier", no_wrap=True)
-    if kind != "prefix":  # a key and its indentation leave little of 80 columns
-        table.add_column("stored", justify="right", no_wrap=True)
-    table.add_column("last used", justify="right", no_wrap=True)
-    for entry in entries:
-        numbers = {
-            "chunks": entry.num_chunks, "tokens": entry.num_tokens, "position": entry.position, "hits": entry.hits,
-        }  # fmt: skip
-        row = ["  " * entry.depth + entry.name]
-        row += [UNKNOWN if numbers[heading] is None else f"{numbers[heading]:,}" for heading in counts]
-        row.append(format_size(entry.size_bytes))
-        if kind != "namespace":
-            row.append(UNKNOWN if entry.tiers is None else " ".join(sorted(entry.tiers, reverse=True)))
-        if kind != "prefix":
-            row.append(_ago(entry.published_ns, now_ns))
-        table.add_row(*row, _ago(entry.last_used_ns, now_ns))
-    return table
+@dataclass(frozen=True)
+class _Column:
+    """A column right of the names; where there is no room, the highest `spare` goes first."""
+
+    heading: str
+    spare: int
+    cell: Callable[[Entry, int], str]
+    is_text: bool = False
+
+
+def _number(value: int | None) -> str:
+    return UNKNOWN if value is None else f"{value:,}"
 
 
 def _ago(then_ns: int, now_ns: int) -> str:
     return f"{format_duration((now_ns - then_ns) / 1e9)} ago" if then_ns else UNKNOWN
+
+
+def _tier(entry: Entry, _: int) -> str:
+    return UNKNOWN if entry.tiers is None else "+".join(sorted(entry.tiers, reverse=True)) or UNKNOWN
+
+
+_CHUNKS = _Column("chunks", 2, lambda entry, _: _number(entry.num_chunks))
+_TOKENS = _Column("tokens", 4, lambda entry, _: _number(entry.num_tokens))
+_POSITION = _Column("position", 6, lambda entry, _: _number(entry.position))
+_HITS = _Column("hits", 5, lambda entry, _: _number(entry.hits))
+_SIZE = _Column("size", 1, lambda entry, _: format_size(entry.size_bytes))
+_TIER = _Column("tier", 7, _tier, is_text=True)
+_STORED = _Column("stored", 8, lambda entry, now_ns: _ago(entry.published_ns, now_ns))
+_USED = _Column("last used", 3, lambda entry, now_ns: _ago(entry.last_used_ns, now_ns))
+_COLUMNS = {
+    "namespace": (_CHUNKS, _SIZE, _STORED, _USED),
+    "prefix": (_CHUNKS, _TOKENS, _SIZE, _TIER, _USED),
+    "chunk": (_POSITION, _TOKENS, _HITS, _SIZE, _TIER, _STORED, _USED),
+}
+_GAP = "  "
+
+
+def table(kind: str, entries: list[Entry], now_ns: int, *, width: int | None, full: bool = False) -> list[str]:
+    """The lines of a table, its heading first, with as many columns as `width` has room for; None: with all."""
+    names = [_name(entry, full) for entry in entries]
+    columns = list(_COLUMNS[kind])
+    cells = {column: [column.heading, *(column.cell(entry, now_ns) for entry in entries)] for column in columns}
+    widths = {column: max(map(len, texts)) for column, texts in cells.items()}
+    first = max(map(len, (kind, *names)))
+    while width is not None and columns and first + sum(len(_GAP) + widths[column] for column in columns) > width:
+        columns.remove(max(columns, key=lambda column: column.spare))
+    lines = []
+    for row, name in enumerate([kind, *names]):
+        parts = [name.ljust(first)]
+        for column in columns:
+            text, size = cells[column][row], widths[column]
+            parts.append(text.ljust(size) if column.is_text else text.rjust(size))
+        lines.append(_GAP.join(parts).rstrip())
+    return lines
+
+
+def _name(entry: Entry, full: bool) -> str:
+    return (entry.path if full else entry.short_path) or entry.name

@@ -7,24 +7,25 @@ import sys
 from logging.handlers import WatchedFileHandler
 from typing import Annotated
 
+import msgspec
 import typer
 
 from kvfs import config
-from kvfs.config import Settings, format_size
-from kvfs.errors import ConfigError, KvfsError
+from kvfs.config import Settings, exact_size, format_size
+from kvfs.errors import ConfigError, KvfsError, UsageError
 from kvfs.tools import background as in_background
 from kvfs.tools.background import Report
 
 EXAMPLES = """
-[bold]kvfs mount /mnt/kvfs --ram 4GiB --nvme /data/kvfs:64GiB[/bold]
+kvfs mount /mnt/kvfs --ram 4GiB --nvme /data/kvfs:64GiB
 
 RAM in front of a volume of 64 GiB in the directory /data/kvfs. Ctrl-C unmounts.
 
-[bold]kvfs mount /mnt/kvfs --ram 4GiB --background[/bold]
+kvfs mount /mnt/kvfs --ram 4GiB --background
 
 A RAM cache. The command returns when the mount answers; `kvfs umount /mnt/kvfs` ends it.
 
-[bold]kvfs mount --config /etc/kvfs.toml --ram 8GiB[/bold]
+kvfs mount --config /etc/kvfs.toml --ram 8GiB
 
 Settings from a TOML file, with the names of the flags and underscores. Flags win.
 """
@@ -32,32 +33,76 @@ Settings from a TOML file, with the names of the flags and underscores. Flags wi
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 Flag = typer.Option
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Settings)}
 
 
 def mount(
     mountpoint: Annotated[str | None, typer.Argument(help="Directory to mount on; made if it is missing.")] = None,
     ram: Annotated[str | None, Flag(metavar="SIZE", help="Size of the RAM tier, such as 4GiB.")] = None,
     nvme: Annotated[
-        str | None, Flag(metavar="DIR:SIZE", help="Directory and size of the volume on NVMe. None: a RAM cache.")
+        str | None,
+        Flag(
+            metavar="DIR:SIZE",
+            help="Directory and size of the volume on NVMe. The directory is made, its parents are not. None: a RAM cache.",
+        ),
     ] = None,
     config_file: Annotated[
-        str | None, Flag("--config", metavar="FILE", help="TOML file with settings named like these flags.")
+        str | None,
+        Flag("--config", metavar="FILE", help="TOML file with settings named like these flags, with underscores."),
     ] = None,
     background: Annotated[bool, Flag("--background", help="Return once the mount answers.")] = False,
     allow_other: Annotated[
         bool | None,
-        Flag("--allow-other/--no-allow-other", help="Let other users in, as far as modes allow.", show_default=False),
+        Flag(
+            "--allow-other/--no-allow-other",
+            show_default="no-allow-other",
+            help="Let other users in as far as modes allow: members of the daemon's group may read and use the cache.",
+        ),
+    ] = None,
+    access: Annotated[
+        str | None,
+        Flag(
+            metavar="isolated|trusted",
+            show_default=str(_DEFAULTS["access"]),
+            help="trusted: engines of your own user store in place, one copy less; none can be kept from the others.",
+        ),
     ] = None,
     huge_pages: Annotated[
-        str | None, Flag(metavar="auto|never", help="Whether RAM comes in huge pages where possible.")
+        str | None,
+        Flag(
+            metavar="auto|never",
+            show_default=str(_DEFAULTS["huge_pages"]),
+            help="Whether RAM comes in huge pages where possible.",
+        ),
     ] = None,
     window: Annotated[
-        str | None, Flag(metavar="SIZE", help="Most memory one engine may use to hand over chunks.")
+        str | None,
+        Flag(
+            metavar="SIZE",
+            show_default=exact_size(_DEFAULTS["window_bytes"]),
+            help="Most memory one engine may use to hand over chunks.",
+        ),
     ] = None,
-    io_threads: Annotated[int | None, Flag(metavar="N", help="Threads that read and write the volume.")] = None,
-    socket_directory: Annotated[str | None, Flag(metavar="DIR", help="Where the sockets for engines lie.")] = None,
-    log_level: Annotated[str | None, Flag(metavar="LEVEL", help="debug, info, warning or error.")] = None,
-    log_file: Annotated[str | None, Flag(metavar="FILE", help="Log there instead of to stderr.")] = None,
+    io_threads: Annotated[
+        int | None,
+        Flag(metavar="N", show_default=str(_DEFAULTS["io_threads"]), help="Threads that read and write the volume."),
+    ] = None,
+    socket_directory: Annotated[
+        str | None,
+        Flag(metavar="DIR", show_default=config.default_socket_directory(), help="Where the sockets for engines lie."),
+    ] = None,
+    log_level: Annotated[
+        str | None,
+        Flag(metavar="LEVEL", show_default=str(_DEFAULTS["log_level"]), help="debug, info, warning or error."),
+    ] = None,
+    log_file: Annotated[
+        str | None,
+        Flag(
+            metavar="FILE",
+            show_default="stderr; with --background beside the sockets",
+            help="Where to log.",
+        ),
+    ] = None,
     report_fd: Annotated[int | None, Flag(hidden=True)] = None,
 ) -> None:
     """Mount a cache and serve it until Ctrl-C or `kvfs umount`."""
@@ -66,7 +111,7 @@ def mount(
             config_file,
             {
                 "mountpoint": mountpoint, "ram": ram, "nvme": nvme, "allow_other": allow_other,
-                "huge_pages": huge_pages, "window": window, "io_threads": io_threads,
+                "access": access, "huge_pages": huge_pages, "window": window, "io_threads": io_threads,
                 "socket_directory": socket_directory, "log_level": log_level, "log_file": log_file,
             },
         )  # fmt: skip
@@ -92,7 +137,11 @@ def run(settings: Settings, report: Report) -> None:
 
     configure_logging(settings)
 
+    is_up = False
+
     def ready() -> None:
+        nonlocal is_up
+        is_up = True
         if not report.ready():
             typer.echo(f"kvfs: mounted on {settings.mountpoint}, {describe(settings)}; Ctrl-C unmounts", err=True)
 
@@ -100,6 +149,12 @@ def run(settings: Settings, report: Report) -> None:
         daemon.run(settings, ready)
     except BaseExceptionGroup as group:
         raise _sole_error(group) from group
+    except OSError as error:
+        if is_up:
+            raise
+        logging.getLogger(__name__).debug("the start failed", exc_info=error)
+        where = f" ({error.filename})" if error.filename else ""
+        raise UsageError(f"cannot mount on {settings.mountpoint}: {error.strerror or error}{where}") from error
 
 
 def _sole_error(group: BaseExceptionGroup) -> BaseException:

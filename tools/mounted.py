@@ -6,6 +6,7 @@ Concurrency: whatever touches the mount runs in a daemon thread, which is left b
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,9 @@ def find(path: str) -> str:
 
     Looks at /proc/self/mountinfo only, so it never hangs.
     """
+    found = inside(path)
+    if found is not None:
+        raise UsageError(f"{path} lies inside the mount on {found[0]}: name the mount itself")
     resolved = mountpoint.resolve(path)
     mount = mountpoint.mount_at(resolved)
     if mount is None:
@@ -40,6 +44,18 @@ def find(path: str) -> str:
     if not mount.is_ours:
         raise UsageError(f"what is mounted on {path} is not kvfs but {mount.fstype}")
     return resolved
+
+
+def inside(path: str) -> tuple[str, str] | None:
+    """The kvfs mount above `path`, and the rest of the path below it; None if there is none. Never hangs."""
+    path = os.path.abspath(path)
+    mounts = {mount.path for mount in mountpoint.mounts() if mount.is_ours}
+    above = os.path.dirname(path)
+    while above not in mounts:
+        if above == os.path.dirname(above):
+            return None
+        above = os.path.dirname(above)
+    return None if path in mounts else (above, os.path.relpath(path, above))
 
 
 def ask(path: str, look: Callable[[Beat], T], deadline_s: float = DEADLINE_S) -> T:

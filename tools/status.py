@@ -17,9 +17,9 @@ from kvfs.tools import mounted
 from kvfs.tools.words import format_duration, format_share
 
 EXAMPLES = """
-[bold]kvfs status /mnt/kvfs[/bold]
+kvfs status /mnt/kvfs
 
-[bold]kvfs status /mnt/kvfs --json | jq .counters[/bold]
+kvfs status /mnt/kvfs --json | jq .counters
 """
 
 

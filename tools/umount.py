@@ -11,13 +11,14 @@ import typer
 from kvfs.errors import KvfsError, UnavailableError, UsageError
 from kvfs.mount import mountpoint as mountpoints
 from kvfs.tools import mounted
+from kvfs.tools.open_files import described, users_of
 
 EXAMPLES = """
-[bold]kvfs umount /mnt/kvfs[/bold]
+kvfs umount /mnt/kvfs
 
 Returns when everything is on NVMe. What was a RAM cache is gone.
 
-[bold]kvfs umount /mnt/kvfs --force[/bold]
+kvfs umount /mnt/kvfs --force
 
 Takes the mount away even if it is busy or its daemon is stopped, and does not wait.
 """
@@ -64,9 +65,9 @@ def _unmount(path: str, *, lazy: bool) -> None:
         return
     if lazy:
         raise UsageError(f"you may not unmount {path}: ask root, or whoever mounted it")
-    raise UsageError(
-        f"{path} is busy: close what is open in it (`fuser -vm {path}` says who), or use `kvfs umount --force`"
-    )
+    users = users_of(path)
+    who = f"in use by {described(users)}" if users else "something is open in it"
+    raise UsageError(f"{path} is busy: {who}; end that, or use `kvfs umount --force`")
 
 
 def _open_process(pid: object) -> int | None:

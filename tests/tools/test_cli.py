@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvfs import config
+
 KVFS = str(Path(sys.executable).parent / "kvfs")
 
 
@@ -29,6 +31,7 @@ def test_help_teaches_by_example(command: str) -> None:
     assert result.returncode == 0
     assert f"kvfs {command} /mnt/kvfs" in result.stdout
     assert "[bold]" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_help_names_the_commands() -> None:
@@ -42,10 +45,13 @@ def test_help_names_the_commands() -> None:
     [
         (["mount"], "mountpoint is not set"),
         (["mount", "/nowhere"], "ram is not set"),
-        (["mount", "/nowhere", "--ram", "4GB"], "ram: '4GB' is not a size"),
-        (["mount", "/nowhere", "--ram=1GiB", "--nvme=/data"], "nvme is '/data'; write a directory, a colon and a size"),
+        (["mount", "/nowhere", "--ram", "4GB"], "--ram: '4GB' is not a size: write 4GiB\n"),
+        (
+            ["mount", "/nowhere", "--ram=1GiB", "--nvme=/data"],
+            "--nvme is '/data'; write a directory, a colon and a size",
+        ),
         (["mount", "/nowhere", "--ram=1GiB", "--config=/nowhere/kvfs.toml"], "cannot read the settings in /nowhere"),
-        (["mount", "/nowhere", "--ram=1GiB", "--huge-pages=2M"], "huge_pages is '2M'; it must be auto or never"),
+        (["mount", "/nowhere", "--ram=1GiB", "--huge-pages=2M"], "--huge-pages is '2M'; it must be auto or never"),
     ],
 )
 def test_mistakes_end_with_one_sentence(arguments: list[str], sentence: str, background: list[str]) -> None:
@@ -53,6 +59,74 @@ def test_mistakes_end_with_one_sentence(arguments: list[str], sentence: str, bac
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.startswith(f"kvfs: {sentence}")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--rma"], "no such option: --rma"),
+        (["mount", "--rma=1GiB"], "no such option: --rma"),
+        (["mount", "--io-threads=many"], "invalid value for '--io-threads'"),
+        (["ls"], "missing argument"),
+        (["ls", "a", "b", "c"], "got unexpected extra argument"),
+        (["nonsense"], "no such command 'nonsense'"),
+    ],
+)
+def test_a_mistyped_command_line_is_one_sentence_too(arguments: list[str], sentence: str) -> None:
+    """No box around it, and where to look."""
+    result = kvfs(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"kvfs: {sentence}")
+    assert "--help` shows what there is" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_no_arguments_show_the_help() -> None:
+    result = kvfs()
+    assert result.returncode == 2
+    assert result.stdout.startswith("Usage: kvfs")
+    assert result.stderr == ""
+
+
+def test_help_shows_every_setting_and_its_default() -> None:
+    """What can stand in the file can be given as a flag of the same name."""
+    text = " ".join(kvfs("mount", "--help").stdout.split())
+    flags = {f"--{name.replace('_', '-')} " for name in config.NAMES if name != "mountpoint"}
+    assert [flag for flag in flags if flag not in text] == []
+    assert all(f"({default})" in text for default in ("64MiB", "4", "auto", "info", "isolated", "no-allow-other"))
+
+
+@pytest.mark.parametrize("background", [[], ["--background"]])
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("/dev/null", "it is not a directory"),
+        ("/proc", "no file can be made there"),
+        ("file", "it is not a directory"),
+        ("file/below", "Not a directory"),
+        ("missing/below", "missing does not exist"),
+    ],
+)
+def test_a_volume_where_none_can_be(place: str, said: str, background: list[str], tmp_path: Path) -> None:
+    """One sentence for each ordinary mistake, in the foreground and in the background alike; nothing is left."""
+    (tmp_path / "file").touch()
+    result = kvfs(
+        "mount", tmp_path / "mnt", "--ram=16MiB", f"--nvme={tmp_path / place}:16MiB", "--huge-pages=never",
+        "--socket-directory", tmp_path / "run", *background,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"kvfs: cannot open the volume in {tmp_path / place}: ")
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "missing").exists()
+
+
+def test_more_ram_than_the_machine_has(tmp_path: Path) -> None:
+    """It is refused at once, before a byte is taken."""
+    result = kvfs("mount", tmp_path / "mnt", "--ram=1024TiB", "--socket-directory", tmp_path / "run")
+    assert result.returncode == 2
+    assert result.stderr.startswith("kvfs: ram is 1.0 PiB, but only ")
     assert result.stderr.count("\n") == 1
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -152,7 +155,7 @@ def test_a_life(mount: Mount) -> None:
     assert len(chunks) == 3
     assert {chunk["name"] for chunk in mount.json("ls", "tiny", "--chunks")} == set(keys + branch)
     shown = kvfs("ls", mount.path, "tiny").stdout
-    assert all(word in shown for word in ("prefix", "tokens", keys[0], "ram", "KiB", "s ago"))
+    assert all(word in shown for word in ("prefix", "tokens", f"{keys[0][:8]}* ", "ram", "KiB", "s ago"))
     assert "5 chunks in 1 namespace" in kvfs("status", mount.path).stdout
 
     result = kvfs("umount", mount.path)
@@ -166,6 +169,84 @@ def test_a_life(mount: Mount) -> None:
     assert kvfs("umount", mount.path).returncode == 0
 
 
+def shell(command: str) -> None:
+    subprocess.run(["sh", "-c", command], check=True, stdin=subprocess.DEVNULL, timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("flags", [[], ["--full"]])
+def test_a_path_that_ls_prints_is_what_rm_takes(mount: Mount, flags: list[str]) -> None:
+    """Nested prefixes too: the path is copied behind "prefixes/", and that prefix goes with all below it, no other."""
+    mount.start()
+    keys = store(mount.path, list(range(48)))
+    branch = store(mount.path, [*range(16), *range(100, 132)])
+    prefixes = f"{mount.path}/{NAMESPACE.directory}/prefixes"
+    [json_path] = [entry["path"] for entry in mount.json("ls", "tiny") if entry["name"] == branch[1]]
+    assert json_path == f"{keys[0]}/{branch[1]}"
+    lines = kvfs("ls", mount.path, "tiny", *flags).stdout.splitlines()[1:]
+    [path] = [line.split()[0] for line in lines if branch[1][:8] in line]
+    assert path == (json_path if flags else f"{keys[0][:8]}*/{branch[1][:8]}*")
+    shell(f"rm -rf {prefixes}/{path}")
+    assert {chunk["name"] for chunk in mount.json("ls", "tiny", "--chunks")} == set(keys)
+    assert branch[1] not in {entry["name"] for entry in mount.json("ls", "tiny")}
+    [path] = [line.split()[0] for line in kvfs("ls", mount.path, "tiny").stdout.splitlines()[1:2]]
+    shell(f"rm -rf {prefixes}/{path}")
+    result = kvfs("ls", mount.path, "tiny")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "kvfs: nothing is stored here\n")
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_what_is_beyond_the_limit_is_counted(mount: Mount) -> None:
+    """Of prefixes as of chunks as many as asked for are shown, and how many more there are is said."""
+    mount.start()
+    for first in range(3):
+        store(mount.path, [first] * 16)
+    for arguments in (["tiny"], ["tiny", "--chunks"]):
+        result = kvfs("ls", mount.path, *arguments, "--limit=2")
+        assert len(result.stdout.splitlines()) == 1 + 2
+        assert result.stderr == "kvfs: 1 more; --limit 3 shows all\n"
+        assert kvfs("ls", mount.path, *arguments, "--limit=3").stderr == ""
+    assert len(mount.json("ls", "tiny", "--limit=2")) == 2
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_a_path_inside_the_mount(mount: Mount) -> None:
+    """Each command says to name the mount; `kvfs ls` says how to name the namespace."""
+    mount.start()
+    store(mount.path, list(range(16)))
+    path = mount.path / NAMESPACE.directory
+    result = kvfs("ls", path)
+    assert result.returncode == 2
+    assert result.stderr == (f"kvfs: {path} lies inside the mount: say `kvfs ls {mount.path} {NAMESPACE.directory}`\n")
+    for command in ("status", "umount"):
+        result = kvfs(command, path)
+        assert result.returncode == 2
+        assert result.stderr == f"kvfs: {path} lies inside the mount on {mount.path}: name the mount itself\n"
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_a_narrow_terminal_folds_no_name(mount: Mount) -> None:
+    """On 50 columns each line begins with a whole name and ends before the edge: other columns are left out."""
+    mount.start()
+    store(mount.path, list(range(16)))
+    leader, follower = pty.openpty()
+    try:
+        termios.tcsetwinsize(follower, (24, 50))
+        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        command = [KVFS, "ls", str(mount.path)]
+        subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=follower, env=environment, check=True, timeout=DEADLINE_S
+        )
+        text = re.sub(r"\x1b\[\d*m", "", os.read(leader, 1 << 16).decode())
+    finally:
+        os.close(leader)
+        os.close(follower)
+    heading, line = text.splitlines()
+    assert heading.split() == ["namespace", "chunks", "size"]
+    assert line.startswith(f"{NAMESPACE.directory}  ")
+    assert len(line) <= 50
+    assert kvfs("umount", mount.path).returncode == 0
+
+
 def test_names_of_namespaces(mount: Mount) -> None:
     """The beginning of a name is enough if it is the only one; mistakes say what there is."""
     mount.start()
@@ -173,7 +254,7 @@ def test_names_of_namespaces(mount: Mount) -> None:
     assert result.returncode == 2
     assert "there is no namespace 'tiny'" in result.stderr
     assert kvfs("ls", mount.path, "--chunks").returncode == 2
-    assert "nothing is stored here yet" in kvfs("ls", mount.path).stderr
+    assert kvfs("ls", mount.path).stderr == "kvfs: nothing is stored here\n"
     assert kvfs("umount", mount.path).returncode == 0
 
 
@@ -200,12 +281,14 @@ def test_a_second_mount_is_refused(mount: Mount) -> None:
 
 
 def test_a_busy_mount_stays(mount: Mount) -> None:
-    """Without --force nobody's files are taken away."""
+    """Without --force nobody's files are taken away; the sentence names who has them open."""
     pid = mount.start()
     with open(mount.path / "README.txt"):
         result = kvfs("umount", mount.path)
         assert result.returncode == 2
-        assert f"{mount.path} is busy" in result.stderr
+        assert f"{mount.path} is busy: in use by " in result.stderr
+        assert f"({os.getpid()})" in result.stderr
+        assert result.stderr.count("\n") == 1
         assert mount.pid() == pid
     assert kvfs("umount", mount.path).returncode == 0
     assert not is_alive(pid)

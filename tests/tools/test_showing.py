@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from kvfs.errors import ConfigError, UnavailableError, UsageError
-from kvfs.tools import background, listing, mounted, status
+from kvfs.tools import background, listing, ls, mounted, open_files, status
 from kvfs.tools.mount import _sole_error
 from kvfs.tools.words import format_duration, format_share
 
@@ -121,6 +122,73 @@ def test_entries_add_up() -> None:
     assert total.tiers == {"ram", "nvme"}
     total.add(listing.Entry("c", num_chunks=1, num_tokens=None, tiers=None))
     assert (total.num_chunks, total.num_tokens, total.tiers) == (4, None, None)
+
+
+SECOND_NS = 10**9
+PREFIXES = [
+    listing.Entry("a" * 32, "a" * 32, "aaaaaaaa*", 0, 12, 1 << 30, 3000, {"ram", "nvme"}, SECOND_NS, SECOND_NS),
+    listing.Entry(
+        "b" * 32, "/".join(["a" * 32, "b" * 32]), "aaaaaaaa*/bbbbbbbb*", 1, 2, 1 << 20, None, None, 0, SECOND_NS
+    ),
+]
+
+
+def headings(width: int | None, kind: str = "prefix") -> list[str]:
+    return ls.table(kind, PREFIXES, 9 * SECOND_NS, width=width)[0].replace("last used", "last_used").split()[1:]
+
+
+def test_columns_that_matter_least_go_first() -> None:
+    """How many chunks there are is the last to go, but for the name."""
+    assert headings(None) == headings(80) == ["chunks", "tokens", "size", "tier", "last_used"]
+    assert headings(60) == ["chunks", "tokens", "size", "last_used"]
+    assert headings(40) == ["chunks", "size"]
+    assert headings(10) == []
+
+
+@pytest.mark.parametrize("kind", ["namespace", "prefix", "chunk"])
+@pytest.mark.parametrize("width", [None, 1, 20, 30, 40, 50, 60, 70, 80, 200])
+def test_names_are_whole_at_any_width(kind: str, width: int | None) -> None:
+    """Each entry is one line that begins with its name; it fits unless the name alone does not."""
+    lines = ls.table(kind, PREFIXES, 9 * SECOND_NS, width=width)
+    assert len(lines) == 1 + len(PREFIXES)
+    for line, entry in zip(lines[1:], PREFIXES, strict=True):
+        assert line.split()[0] == entry.short_path
+        assert width is None or len(line) <= max(width, len("aaaaaaaa*/bbbbbbbb*"))
+
+
+def test_a_line_of_ls() -> None:
+    lines = ls.table("prefix", PREFIXES, 9 * SECOND_NS, width=None, full=True)
+    assert lines[1].split() == ["a" * 32, "12", "3,000", "1.0", "GiB", "ram+nvme", "8", "s", "ago"]
+    assert lines[2].split() == [PREFIXES[1].path, "2", "–", "1.0", "MiB", "–", "–"]
+
+
+def test_patterns_fit_one_name_each() -> None:
+    """Eight digits as a rule, more where names begin alike; a name that another continues stays whole."""
+    names = ["0" * 32, "0" * 20 + "1" * 12, "1" * 32, "abc", "1" * 32 + ".safetensors"]
+    patterns = listing.short_names(names)
+    assert patterns["0" * 32] == "0" * 21 + "*"
+    assert patterns["1" * 32] == "1" * 32
+    assert listing.short_names(["2" * 32]) == {"2" * 32: "2" * 8 + "*"}
+    for name in names:
+        assert fnmatch.filter(names, patterns[name]) == [name]
+
+
+def test_who_has_files_open_is_found_in_proc(tmp_path: Path) -> None:
+    """By working directory, open file or mapped file, removed ones too; not by names that only begin alike."""
+    links = {
+        "12/cwd": "/mnt/kvfs", "3/fd/7": "/mnt/kvfs/a/b", "40/map_files/1-2": "/mnt/kvfs/c (deleted)",
+        "5/cwd": "/mnt/kvfs2", "6/root": "/",
+    }  # fmt: skip
+    for link, target in links.items():
+        process = tmp_path / link.split("/")[0]
+        process.mkdir()
+        (process / "comm").write_text(f"p{process.name}\n")
+        (tmp_path / link).parent.mkdir(exist_ok=True)
+        (tmp_path / link).symlink_to(target)
+    (tmp_path / "self").mkdir()
+    users = open_files.users_of("/mnt/kvfs", tmp_path)
+    assert users == ["p3 (3)", "p12 (12)", "p40 (40)"]
+    assert open_files.described(users * 2) == "p3 (3), p12 (12), p40 (40), p3 (3), p12 (12) and 1 more"
 
 
 def test_a_log_is_not_written_through_a_link(tmp_path: Path) -> None:

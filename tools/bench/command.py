@@ -18,11 +18,11 @@ from kvfs.errors import UsageError
 from kvfs.tools.bench import rig, rows
 
 EXAMPLES = """
-[bold]kvfs bench[/bold]
+kvfs bench
 
 Everything, some minutes: 15 GiB of disk below the current directory and 7 GiB of memory for a while.
 
-[bold]kvfs bench --dir /data --quick --json[/bold]
+kvfs bench --dir /data --quick --json
 
 On the device of /data, fewer rounds, for scripts.
 """
