@@ -66,6 +66,7 @@ def _copy_out(slab: KvSlab, span: Span, reservation: Reservation) -> None:
     assert payload is not None
     for layer, tensors in enumerate(geo.layers):
         slab.read(layer, span.begin, payload[tensors[0].begin : tensors[-1].end], span.num_tokens)
+        reservation.seal(layer)  # while the bytes are warm
 
 
 class BackgroundStore:

@@ -212,6 +212,11 @@ class Store:
         if key in table.chunks:
             self.counters.stores_existing += 1
             return StoreStatus.EXISTS
+        parent = table.chunks.get(Key(new.parent))
+        if parent is not None and (
+            parent.position + 1 != new.position or parent.num_tokens != table.namespace.identity.tokens_per_chunk
+        ):
+            raise UsageError(f"a chunk at position {new.position} cannot follow the chunk that it names as its parent")
         offset = self._residency.reserve_ram(geo.file_bytes) if self._fits(geo) else None
         if offset is None:
             self.counters.stores_refused += 1

@@ -288,8 +288,11 @@ class Session:
         self._store.counters.loads_unavailable += len(chunks) - len(loaded)
         self._store.touch(loaded, [sources[chunk] for chunk in loaded])
         if ready < num_layers:
-            indexes = {chunk: index for index, chunk in enumerate(found) if chunk is not None}
-            await self._send_arrivals(request, [(indexes[p.chunk], p) for p in under_way], ready, num_layers)
+            awaited = [
+                (i, promotions[chunk]) for i, chunk in enumerate(found) if chunk is not None and chunk in promotions
+            ]
+            under_way_by_index = [(index, promotion) for index, promotion in awaited if promotion is not None]
+            await self._send_arrivals(request, under_way_by_index, ready, num_layers)
 
     async def _send_arrivals(
         self, request: m.Load, promotions: list[tuple[int, Promotion]], ready: int, num_layers: int

@@ -20,7 +20,7 @@ from kvfs import namespace as namespaces
 from kvfs.catalog import ChunkTable
 from kvfs.chunk import geometry
 from kvfs.client import Client
-from kvfs.errors import CorruptChunk, UnavailableError
+from kvfs.errors import CorruptChunk, UnavailableError, UsageError
 from kvfs.keys import KeyChain
 from kvfs.messages import StoreStatus, Tier
 from kvfs.mount.session import Sessions, serve_sessions
@@ -718,13 +718,14 @@ async def test_a_large_namespace_does_not_stop_the_daemon(tmp_path: Path) -> Non
 
 
 async def test_lying_positions_and_parents(tmp_path: Path) -> None:
-    """Chunks that claim any place in any chain are stored or refused; the prefix view and removal go on."""
+    """A place that contradicts a stored parent is refused; any other claim harms neither prefix view nor removal."""
     async with running(tmp_path) as daemon:
         chain = chain_of(NS, 4)
         await store_chain(daemon.store, daemon.table, chain)
-        for number, (parent, position) in enumerate(
-            [(chain.keys[3], 0), (chain.keys[0], 4_000_000_000), (bytes(16), 7), (b"\1" * 16, 0)]
-        ):
+        for parent, position in ((chain.keys[3], 0), (chain.keys[0], 4_000_000_000)):
+            with pytest.raises(UsageError, match="cannot follow"):
+                await store_chunk(daemon.store, daemon.table, m.NewChunk(bytes(32), parent, position, 16))
+        for number, (parent, position) in enumerate([(bytes(16), 7), (b"\1" * 16, 0)]):
             new = m.NewChunk(bytes([number]) * 32, parent, position, 16)
             assert await store_chunk(daemon.store, daemon.table, new) is StoreStatus.STORED
         listed = [c for d in daemon.table.prefixes.directories.values() for c in d.subtree()]
