@@ -57,7 +57,10 @@ DEFAULT_NEW_TOKENS = 256
 
 
 def pop_prompt(input_ids: Any, arguments: dict[str, Any]) -> Any:
-    """The prompt, wherever the caller put it; removes it from `arguments`. Raises UsageError for a second cache."""
+    """The prompt, wherever the caller put it; removes it from `arguments`.
+
+    Raises UsageError for a second cache, and for a prompt that `generate` would stumble over without saying why.
+    """
     for name in OWN_CACHE_ARGUMENTS:
         if arguments.get(name) is not None:
             raise UsageError(f"PrefixCache.generate makes its own cache: call it without {name}=")
@@ -65,7 +68,15 @@ def pop_prompt(input_ids: Any, arguments: dict[str, Any]) -> Any:
     inputs = arguments.pop("inputs", None)
     if input_ids is not None and inputs is not None:
         raise UsageError("generate takes either input_ids or inputs, not both")
-    return inputs if input_ids is None else input_ids
+    prompt = inputs if input_ids is None else input_ids
+    if prompt is not None and not isinstance(prompt, torch.Tensor):
+        raise UsageError(f"generate takes a tensor of token ids [1, tokens], not a {type(prompt).__name__}")
+    if prompt is not None and prompt.ndim < 2:
+        shape = list(prompt.shape)
+        raise UsageError(
+            f"generate takes a tensor of token ids [1, tokens], not one of shape {shape}: give input_ids[None]"
+        )
+    return prompt
 
 
 def add_tokenizer(model: Any, tokenizer: Any, arguments: dict[str, Any]) -> None:

@@ -103,10 +103,18 @@ class Client:
     # connection
 
     def attach(self) -> None:
-        """Connect now. Raises UnavailableError, or UsageError if the daemon refuses this client for good."""
+        """Connect now. Raises UnavailableError, or UsageError if the daemon refuses this client for good.
+
+        What it raises is not logged again when the client goes on without the cache.
+        """
         with self._lock:
             if self._connection is None:
-                self._connection = self._connect()
+                try:
+                    self._connection = self._connect()
+                except UnavailableError:
+                    self._has_complained = True
+                    raise
+                self._has_complained = False
 
     def _connect(self) -> Connection:
         """A new connection. The socket's path survives a remount, so the mount itself is asked only if that fails."""

@@ -18,6 +18,7 @@ esac
 
 say() { printf 'kvfs set-up: %s\n' "$*"; }
 fail() { printf 'kvfs set-up: %s\n' "$*" >&2; exit 1; }
+trap 'printf "kvfs set-up: interrupted; the next run goes on\n" >&2; exit 130' INT  # comes before an `|| fail`
 
 if [ "$(uname -s)" != Linux ]; then fail "kvfs needs Linux: it is a FUSE file system"; fi
 

@@ -130,12 +130,19 @@ def test_a_session_outlives_the_daemon(start_node: Callable[..., Any], model: An
         cache.close()
 
 
-def test_a_mount_that_is_not_there_is_no_error(tmp_path: Any, model: Any, expect_log: Any) -> None:
+def test_a_mount_that_is_not_there_is_no_error(
+    tmp_path: Any, model: Any, expect_log: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told once, however many requests find that it is still so."""
     expect_log("no kvfs is mounted")
     prompt = prompt_of(100)
     with PrefixCache(tmp_path / "nothing", model) as cache:
-        assert torch.equal(greedy(cache.generate, prompt), greedy(model.generate, prompt))
-        assert cache.statistics().misses == 1
+        for _ in range(2):
+            assert torch.equal(greedy(cache.generate, prompt), greedy(model.generate, prompt))
+            cache._parts.client._retry_at = 0.0  # the second after a failure is over
+        assert cache.statistics().misses == 2
+    told = [record for record in caplog.records if record.levelname == "WARNING" and record.name.startswith("kvfs")]
+    assert len(told) == 1
 
 
 def test_the_next_turn_of_a_chat_reuses_prompt_and_answer(node: Node, model: Any) -> None:

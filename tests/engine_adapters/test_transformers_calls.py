@@ -123,6 +123,22 @@ def test_the_prompt_may_come_under_either_name() -> None:
         pop_prompt(PROMPT, {"inputs": PROMPT})
 
 
+@pytest.mark.parametrize("name", ["input_ids", "inputs"])
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (PROMPT[0].tolist(), r"\[1, tokens\], not a list$"),
+        ({"input_ids": PROMPT}, r"\[1, tokens\], not a dict$"),
+        (PROMPT[0], r"not one of shape \[\d+\]: give input_ids\[None\]$"),
+    ],
+)
+def test_what_is_no_batch_of_token_ids_is_a_mistake(prompt: Any, said: str, name: str) -> None:
+    """`generate` itself stumbles over it somewhere inside; the sentence says what to give."""
+    given = (prompt, {}) if name == "input_ids" else (None, {"inputs": prompt})
+    with pytest.raises(UsageError, match=said):
+        pop_prompt(*given)
+
+
 def test_the_slab_is_sized_by_what_the_call_says(model: Any) -> None:
     assert new_tokens(model, 100, {"max_new_tokens": 7}) == 7
     assert new_tokens(model, 100, {"max_length": 130}) == 30

@@ -48,6 +48,7 @@ def bootstrap(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={"PATH": path, "HOME": str(copy.parent)},
         stdin=subprocess.DEVNULL,
         timeout=60,
+        start_new_session=True,
     )
 
 
@@ -71,6 +72,15 @@ def test_root_has_them_installed_and_sees_why_that_fails(copy: Path) -> None:
     assert "kvfs set-up: installing system packages: fuse3 attr" in result.stdout
     assert "apt-get install -y -qq --no-install-recommends fuse3 attr" in result.stderr
     assert "kvfs set-up: apt-get could not install: fuse3 attr" in result.stderr
+
+
+def test_an_interrupted_set_up_says_so(copy: Path) -> None:
+    """Ctrl-C reaches the script and what it runs: that is no failure of what was running, and the exit code is 130."""
+    add_program(copy, "id", "echo 0")
+    add_program(copy, "apt-get", "kill -INT 0; exit 1")
+    result = bootstrap(copy, "demo")
+    assert result.returncode == 130
+    assert result.stderr == "kvfs set-up: interrupted; the next run goes on\n"
 
 
 def test_another_distribution_is_told_what_is_missing(copy: Path) -> None:
