@@ -25,7 +25,7 @@ This is kvfs: the KV cache of LLM inference engines on this node, in RAM and on 
   du -sh <namespace>; df -h .    what it takes, what there is
   cp <chunk> /elsewhere          export: each chunk is a safetensors file that proves its own identity
   rm <chunk>                     remove a chunk from RAM and NVMe
-  rm -rf <namespace>/prefixes/X  remove a prefix and all that was built on it
+  rm -rf <namespace>/prefixes/X  remove a prefix and all that was built on it; `kvfs ls` prints X
   cat .kvfs/status.json          what goes on; .kvfs/metrics says it for Prometheus
   tail -f .kvfs/events           what happens; the log is bounded, old lines go
   cat .kvfs/config.toml          the settings in force
