@@ -13,6 +13,7 @@ import gc
 import logging
 import resource
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 
@@ -32,6 +33,9 @@ from kvfs.store import Store, open_store
 
 logger = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_S = 0.0002
+"""How long a thread may keep the interpreter when the event loop wants it. xxhash gives it up for long inputs only: at
+Python's 5 ms a request waits 5.7 ms behind the checksums of 64 KiB layers, at this 0.8 ms (measured)."""
 EXPIRE_EVERY_S = 10.0
 READY_DEADLINE_S = 10.0
 
@@ -43,6 +47,7 @@ def run(settings: Settings, ready: Callable[[], None]) -> None:
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each session takes two
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         trio.run(_serve, settings, ready)
     except BaseExceptionGroup as group:
