@@ -1,6 +1,6 @@
 """The store: the one orchestrator above catalog, tiers, index and policies. It knows neither FUSE nor sockets.
 
-`open_store` gives a running store; leaving its context flushes what is dirty. What takes time comes in pairs, and
+`kvfs.opening` gives a running store; leaving its context flushes what is dirty. What takes time comes in pairs, and
 holding the first half is what protects: `reserve` → `publish` | `abort`, `lease` → `release`.
 
 Concurrency: all methods belong to the event loop's thread. Those that are not `async` never wait, and leave everything
@@ -11,35 +11,28 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import trio
 
 from kvfs import namespace as namespaces
-from kvfs.arena import Arena
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.chunk import Facts, Geometry, geometry, parse_header, verify_payload
 from kvfs.cold_reads import ColdReads
-from kvfs.commits import Commits
-from kvfs.config import MIN_TIER_BYTES, Settings, format_size
+from kvfs.config import Settings, format_size
 from kvfs.errors import CorruptChunk, UnavailableError, UsageError
-from kvfs.index import FILE_NAME, Index, NamespaceRow
+from kvfs.index import NamespaceRow
 from kvfs.intake import Handed, Reservation, receive
 from kvfs.keys import ChainHash, Key, key_of
-from kvfs.memory import largest_arena
 from kvfs.messages import NewChunk, StoreStatus, Tier
-from kvfs.metrics import Counters, EventLog, render
+from kvfs.metrics import Counters, render
 from kvfs.namespace import Namespace
 from kvfs.promotion import Promoter, Promotion, drop_corrupt
-from kvfs.recovery import recover
 from kvfs.residency import Observer, Residency
 from kvfs.statistics import Capacity, Statistics, TierStatistics, gauges
 from kvfs.system import System
-from kvfs.tiers.nvme import NvmeTier, Slice, check_header
-from kvfs.tiers.ram import RamTier
+from kvfs.tiers.nvme import Slice, check_header
 from kvfs.volume import Volume, aligned_buffer
 from kvfs.write_behind import WriteBehind
 
@@ -47,7 +40,6 @@ log = logging.getLogger(__name__)
 
 _SAVE_USE_EVERY_S = 10.0
 _FLUSH_AT_END_S = 60.0
-_MAX_WINDOWS = 16
 _MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and stays when its last chunk goes
 
 
@@ -388,7 +380,7 @@ class Store:
             return True
         return False
 
-    def _run(self, nursery: trio.Nursery, life: trio.CancelScope) -> None:
+    def run_in(self, nursery: trio.Nursery, life: trio.CancelScope) -> None:
         """Start what makes chunks durable; it lives until `life` is cancelled, though its surroundings be cancelled."""
 
         async def live() -> None:
@@ -420,79 +412,3 @@ class Store:
 def _verify_whole(chunk: Chunk, view: memoryview) -> None:
     geo, facts = check_header(chunk, view)
     verify_payload(geo, facts, view)
-
-
-def _check_memory(settings: Settings, system: System) -> None:
-    """Refuse what would bring the kernel to kill processes: the arena is filled at once."""
-    available = system.available_memory()
-    if available is None or settings.ram_bytes <= (most := largest_arena(available, settings.window_bytes)):
-        return
-    hint = f"; beside one window and a reserve {most >> 20}MiB fit" if most >= MIN_TIER_BYTES else ""
-    raise UsageError(
-        f"ram is {format_size(settings.ram_bytes)}, but only {format_size(available)} of memory are free{hint}"
-    )
-
-
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """What the system refuses at the start is for the operator to mend: one sentence."""
-    try:
-        yield
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise UsageError(f"cannot open {what}: {error.strerror or error}{where}") from error
-
-
-@asynccontextmanager
-async def open_store(settings: Settings, system: System | None = None) -> AsyncIterator[Store]:
-    """A running store with these settings. Leaving the context flushes what is dirty, for at most a minute.
-
-    Raises UsageError for what an operator has to mend.
-    """
-    system = system or System()
-    _check_memory(settings, system)
-    events, counters = EventLog(system), Counters()
-    windows = settings.window_bytes * _MAX_WINDOWS
-    with _told("the RAM tier"):
-        arena = await trio.to_thread.run_sync(
-            lambda: Arena.create(
-                settings.ram_bytes,
-                huge_pages=settings.huge_pages == "auto",
-                window_budget_bytes=windows,
-                is_shared=settings.access == "trusted",
-            )
-        )
-    volume: Volume | None = None
-    index: Index | None = None
-    try:
-        nvme = commits = None
-        if settings.nvme_directory is not None and settings.nvme_bytes is not None:
-            directory = Path(settings.nvme_directory)
-            with _told(f"the volume in {directory}"):
-                volume = Volume.open(directory, settings.nvme_bytes, system)
-                index = Index.open(directory / FILE_NAME, volume.identity)
-            nvme = NvmeTier(volume, settings.io_threads)
-            commits = Commits(index, nvme.extents.free)
-        residency = Residency(RamTier(arena), nvme, commits, counters, events, system)
-        if index is not None and nvme is not None and commits is not None:
-            nvme.extents = await trio.to_thread.run_sync(recover, residency, nvme, commits, index)
-            commits.use(nvme.extents.free)
-        async with trio.open_nursery() as nursery:
-            store = Store(settings, system, residency, nursery, volume)
-            life = trio.CancelScope(shield=True)
-            store._run(nursery, life)
-            try:
-                await residency.settle()  # rows that were dropped are gone before their extents are used
-                yield store
-            finally:
-                with trio.CancelScope(shield=True):
-                    if not await store.flush():
-                        log.error("not everything could be written to NVMe; dirty chunks are lost")
-                life.cancel()
-                nursery.cancel_scope.cancel()
-    finally:
-        if index is not None:
-            index.close()
-        if volume is not None:
-            volume.close()
-        arena.close()

@@ -35,7 +35,8 @@ from kvfs.intake import Handed, Reservation, WindowSlot
 from kvfs.keys import ChainHash, KeyChain
 from kvfs.messages import NewChunk, StoreStatus
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
-from kvfs.store import Store, open_store
+from kvfs.opening import open_store
+from kvfs.store import Store
 from kvfs.system import System
 from kvfs.volume import aligned_buffer
 
@@ -289,7 +290,7 @@ import json, logging, signal, sys
 import msgspec, trio
 from kvfs.config import Settings
 from kvfs.mount.session import serve_sessions
-from kvfs.store import open_store
+from kvfs.opening import open_store
 
 async def talk(nursery, store, sessions):
     say = lambda value: print(json.dumps(value), flush=True)

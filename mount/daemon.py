@@ -29,7 +29,8 @@ from kvfs.mount.operations import MAX_TASKS, Operations
 from kvfs.mount.session import serve_sessions
 from kvfs.mount.sockets import socket_directory
 from kvfs.mount.tree import Tree
-from kvfs.store import Store, open_store
+from kvfs.opening import open_store
+from kvfs.store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -67,3 +67,12 @@ def test_a_volume_on_a_read_only_file_system(tmp_path: Path, flags: list[str]) -
     before = in_own_mounts(f"mount -t tmpfs -o ro none {tmp_path}/ro")
     said = sentence(tmp_path, *before, flags=[f"--nvme={tmp_path}/ro:16MiB", *flags])
     assert said.startswith(f"kvfs: cannot open the volume in {tmp_path}/ro: Read-only file system")
+
+
+def test_without_descriptors(tmp_path: Path) -> None:
+    """What no part of the start has words for is a sentence all the same, and no traceback."""
+    if shutil.which("prlimit") is None:
+        pytest.skip("prlimit is needed")
+    said = sentence(tmp_path, "prlimit", "--nofile=8:8", flags=[])
+    assert said.startswith("kvfs: cannot ")
+    assert "Too many open files" in said

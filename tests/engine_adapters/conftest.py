@@ -20,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvfs.catalog import Chunk
 from kvfs.config import Settings
 from kvfs.mount.session import serve_sessions
-from kvfs.store import Store, open_store
+from kvfs.opening import open_store
+from kvfs.store import Store
 
 T = TypeVar("T")
 START_DEADLINE_S = 30.0

@@ -9,7 +9,7 @@ import trio
 
 from kvfs import cold_reads
 from kvfs.chunk import geometry
-from kvfs.store import open_store
+from kvfs.opening import open_store
 from kvfs.testing import (
     FaultySystem,
     chain_of,

@@ -18,7 +18,8 @@ from kvfs.client import Client
 from kvfs.errors import UsageError
 from kvfs.mount import session
 from kvfs.mount.session import serve_sessions
-from kvfs.store import Store, open_store
+from kvfs.opening import open_store
+from kvfs.store import Store
 from kvfs.testing import (
     DaemonProcess,
     chain_of,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvfs.chunk import geometry
-from kvfs.store import open_store
+from kvfs.opening import open_store
 from kvfs.system import System
 from kvfs.testing import chain_of, eventually, payload_of, read_all, settings_in, sized_namespace, store_chain
 from kvfs.tiers.nvme import slices

@@ -12,7 +12,7 @@ import pytest
 from kvfs import config
 from kvfs.errors import ConfigError, UsageError
 from kvfs.index import FILE_NAME as INDEX
-from kvfs.store import open_store
+from kvfs.opening import open_store
 from kvfs.system import System
 from kvfs.testing import chain_of, settings_in, store_chain, tiny_namespace
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvfs import memory
 from kvfs.errors import UsageError
-from kvfs.store import open_store
+from kvfs.opening import open_store
 from kvfs.system import System
 from kvfs.testing import settings_in
 

@@ -16,8 +16,9 @@ from kvfs.intake import Reservation
 from kvfs.keys import KeyChain, key_of
 from kvfs.messages import NewChunk, StoreStatus, Tier
 from kvfs.namespace import Namespace
+from kvfs.opening import open_store
 from kvfs.policies import LeafFirstLRU
-from kvfs.store import Store, open_store
+from kvfs.store import Store
 from kvfs.system import System
 from kvfs.testing import (
     FaultySystem,

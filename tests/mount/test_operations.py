@@ -30,7 +30,8 @@ from kvfs.mount.errnos import Faults
 from kvfs.mount.operations import GuardedOperations, Operations
 from kvfs.mount.tree import ROOT_INODE, Tree
 from kvfs.namespace import Namespace
-from kvfs.store import Store, open_store
+from kvfs.opening import open_store
+from kvfs.store import Store
 from kvfs.system import System
 
 CONTEXT: Any = None  # no handler of ours looks at who asks
