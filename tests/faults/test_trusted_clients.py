@@ -166,7 +166,7 @@ async def test_reserved_memory_waits_for_the_end_of_its_client(tmp_path: Path) -
 
 async def test_publishes_that_overlap(tmp_path: Path) -> None:
     """Several publishes are under way, other requests go on meanwhile, each wait gets its own answer."""
-    async with trusted(tmp_path, ram=32 << 20) as (store, table):
+    async with trusted(tmp_path, ram=32 << 20, window_bytes=16 << 20) as (store, table):
 
         def overlap() -> None:
             with client_of(tmp_path) as client:
