@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,11 @@ from pathlib import Path
 import pytest
 
 END_DEADLINE_S = 5.0  # for processes and mounts that are on their way out when a test ends
+# A shell that puts a command in the background lets it ignore Ctrl-C, and so would all it starts, the daemons and demos
+# of our tests among them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
