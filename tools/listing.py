@@ -64,9 +64,7 @@ class Entry:
 def list_namespaces(path: str, beat: Beat) -> list[Entry]:
     """The namespaces of the mount at `path`, the last used first."""
     entries = []
-    for name in os.listdir(path):
-        if not namespaces.is_directory_name(name):
-            continue
+    for name in namespace_names(path):
         total = Entry(name, num_tokens=None, tiers=None)
         for chunk in _chunks(os.path.join(path, name, "chunks"), beat, looks_into=False):
             total.add(chunk)
@@ -74,9 +72,14 @@ def list_namespaces(path: str, beat: Beat) -> list[Entry]:
     return _by_last_use(entries)
 
 
+def namespace_names(path: str) -> list[str]:
+    """The names of all namespaces of the mount at `path`."""
+    return sorted(name for name in os.listdir(path) if namespaces.is_directory_name(name))
+
+
 def find_namespace(path: str, wanted: str, beat: Beat) -> str:
     """The one namespace whose name is or begins with `wanted`; raises UsageError if there is none, or several."""
-    names = sorted(name for name in os.listdir(path) if namespaces.is_directory_name(name))
+    names = namespace_names(path)
     beat()
     if wanted in names:
         return wanted

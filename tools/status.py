@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvfs.config import format_size
 from kvfs.tools import mounted
-from kvfs.tools.words import format_duration, format_share
+from kvfs.tools.words import format_count, format_duration, format_share
 
 EXAMPLES = """
 kvfs status /mnt/kvfs
@@ -48,8 +48,8 @@ def panel(path: str, document: dict[str, Any]) -> RenderableType:
 
 def _headline(document: dict[str, Any]) -> str:
     parts = [
-        _counted(document.get("num_chunks", 0), "chunk"),
-        "in " + _counted(document.get("num_namespaces", 0), "namespace"),
+        format_count(document.get("num_chunks", 0), "chunk"),
+        "in " + format_count(document.get("num_namespaces", 0), "namespace"),
         f"· process {document.get('pid', '?')}, up {format_duration(document.get('uptime_s', 0))}",
     ]
     dirty, leased = document.get("num_dirty", 0), document.get("num_leased", 0)
@@ -94,7 +94,3 @@ def _shown(counters: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(value, int) and value:
             words = name.removesuffix("_bytes").replace("_", " ")
             yield words, format_size(value) if name.endswith("_bytes") else f"{value:,}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,243 @@
+"""`kvfs rm` on real mounts: what it takes, what it leaves, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvfs.client import Client
+from kvfs.errors import UsageError
+from kvfs.keys import KeyChain, root
+from kvfs.tools import rm
+from kvfs.tools.words import parse_duration
+
+from .conftest import DEADLINE_S, KVFS, NAMESPACE, Mount, kvfs, store, wait_for
+
+pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
+
+OTHER = msgspec.structs.replace(
+    NAMESPACE, identity=msgspec.structs.replace(NAMESPACE.identity, model="tests/other", revision="2")
+)
+
+
+def stored(mount: Mount) -> set[str]:
+    """The keys of all chunks of the first namespace."""
+    names = os.listdir(mount.path / NAMESPACE.directory / "chunks")
+    return {name.removesuffix(".safetensors") for name in names}
+
+
+def removed(mount: Mount) -> list[str]:
+    """The keys of the chunks that were removed, in order."""
+    events = [json.loads(line) for line in (mount.path / ".kvfs/events").read_text().splitlines()]
+    return [event["key"] for event in events if event["event"] == "rm"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("15min", 900), ("15m", 900), ("1.5h", 5400), ("3d", 259_200), ("2 d", 172_800)]
+)
+def test_ages(text: str, seconds: float) -> None:
+    assert parse_duration(text, "--older-than") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "3", "d", "-3d", "3w", "3D", "1e3s", "3d4h", "9" * 20 + "d"])
+def test_what_is_no_age(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--older-than: .* is not a duration: write 90s, 15min, 12h or 3d"):
+        parse_duration(text, "--older-than")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "say what to remove: a NAMESPACE, or --all"),
+        (["--older-than=3d"], "say what to remove: a NAMESPACE, or --all"),
+        (["tiny", "--all"], "say either 'tiny' or --all, not both"),
+        (["tiny", "--older-than=3"], "--older-than: '3' is not a duration"),
+        (["tiny", "../chunks"], "'../chunks' is not the PATH of a prefix"),
+        (["tiny", ""], "'' is not the PATH of a prefix"),
+        (["tiny"], "kvfs is not mounted on /nowhere"),
+    ],
+)
+def test_mistakes_end_with_one_sentence(arguments: list[str], sentence: str) -> None:
+    """Without a word on what to remove nothing is removed."""
+    result = kvfs("rm", "/nowhere", *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"kvfs: {sentence}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_prefixes_by_the_paths_that_ls_prints(mount: Mount) -> None:
+    """Patterns and whole keys; each prefix goes with all that was built on it and nothing else, tails first."""
+    mount.start()
+    keys = store(mount.path, list(range(64)))
+    branch = store(mount.path, [*range(16), *range(100, 132)])
+    other = store(mount.path, list(range(500, 532)))
+    lines = kvfs("ls", mount.path, "tiny").stdout.splitlines()
+    [path] = [line.split()[0] for line in lines if branch[1][:8] in line]
+    assert "*/" in path
+
+    dry = mount.json("rm", "tiny", path, "--dry-run")
+    assert (dry["chunks"], dry["dry_run"], dry["namespaces"]) == (2, True, [NAMESPACE.directory])
+    assert stored(mount) == {*keys, *branch, *other}
+
+    result = kvfs("rm", mount.path, "tiny", path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "kvfs: removed 2 chunks, 16.0 KiB\n"
+    assert stored(mount) == {*keys, *other}
+    result = kvfs("rm", mount.path, "tiny", path)
+    assert (result.returncode, result.stdout) == (0, "kvfs: removed 0 chunks, 0 B\n")
+    assert result.stderr == f"kvfs: no prefix is named {path} (any more)\n"
+
+    inner = f"{keys[0]}/{keys[1]}"
+    done = mount.json("rm", "tiny", inner, keys[0], f"{keys[0]}/", "--older-than=0s")
+    assert (done["chunks"], done["gone"], done["interrupted"]) == (4, 0, False)
+    assert stored(mount) == {*other}
+    assert removed(mount) == [*reversed(branch[1:]), *reversed(keys)]
+    assert [entry["name"] for entry in mount.json("ls", "tiny")] == [other[0]]
+    assert os.listdir(mount.path / NAMESPACE.directory / "prefixes") == [other[0]]
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_namespaces(mount: Mount) -> None:
+    """One is emptied, or with --all every one; what is young stays where an age is said."""
+    mount.start()
+    store(mount.path, list(range(48)))
+    store(mount.path, list(range(32)), OTHER)
+    for arguments in (["tiny"], ["--all"]):
+        assert mount.json("rm", *arguments, "--older-than", "1h")["chunks"] == 0
+    assert mount.json("rm", "--all", "--dry-run")["chunks"] == 5
+    assert mount.json("rm", "tiny")["chunks"] == 3
+    assert stored(mount) == set()
+    store(mount.path, list(range(48)))
+    done = mount.json("rm", "--all")
+    assert (done["chunks"], done["namespaces"]) == (5, sorted([NAMESPACE.directory, OTHER.directory]))
+    assert kvfs("ls", mount.path).returncode == 0
+    assert mount.json("status")["num_chunks"] == 0
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_a_chunk_is_as_young_as_what_was_built_on_it(mount: Mount) -> None:
+    """A load of one branch keeps the chunk that both begin with; the other branch is old."""
+    mount.start()
+    keys = store(mount.path, list(range(48)))
+    branch_tokens = [*range(16), *range(100, 132)]
+    branch = store(mount.path, branch_tokens)
+    then_ns = time.time_ns()
+    chain = KeyChain(root(NAMESPACE.identity.fingerprint()), 16, branch_tokens)
+    with Client(mount.path, NAMESPACE, deadline_s=5.0) as client, client.load(chain.chains[2:]) as load:
+        load.wait(NAMESPACE.num_layers)
+
+    path = str(mount.path)
+    selection = rm._select(path, "tiny", [], lambda: None)
+    selection.before_ns = then_ns
+    assert rm._count(path, selection, lambda: None).chunks == 2
+    victims = rm._victims(path, selection, lambda: None)
+    assert [Path(victim.path).name.split(".")[0] for victim in victims] == [keys[2], keys[1]]
+    assert branch[0] == keys[0]
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_what_was_stored_before_its_beginning_goes_first(mount: Mount) -> None:
+    """The second half of a prompt became visible before the first: it stands in a prefix of its own."""
+    mount.start()
+    keys = [*store(mount.path, list(range(96)), first=3), *store(mount.path, list(range(48)))]
+    assert len(os.listdir(mount.path / NAMESPACE.directory / "prefixes")) == 2
+    assert mount.json("rm", "tiny")["chunks"] == 6
+    assert removed(mount) == [*reversed(keys[:3]), *reversed(keys[3:])]
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_what_others_remove_meanwhile_is_no_error(mount: Mount) -> None:
+    """It is counted apart; a chunk that has moved to another prefix is found by its key."""
+    mount.start()
+    keys = store(mount.path, list(range(48)))
+    names = [f"{key}.safetensors" for key in keys]
+    chunks, prefix = (mount.path / NAMESPACE.directory / part for part in ("chunks", f"prefixes/{keys[0]}"))
+    victims = [rm._Victim(str(prefix / name), str(chunks / name), 1) for name in names]
+    store(mount.path, [*range(16), *range(100, 132)])
+    assert not (prefix / names[2]).exists()
+    assert rm._unlink(str(mount.path), victims[2])
+    assert not rm._unlink(str(mount.path), victims[2])
+    assert stored(mount).isdisjoint(keys[2:])
+
+    store(mount.path, list(range(1000, 1000 + 16 * 100)))
+    processes = [
+        subprocess.Popen([KVFS, "rm", str(mount.path), "tiny", "--json"], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    done = [json.loads(process.communicate(timeout=DEADLINE_S)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sum(one["chunks"] for one in done) == 104
+    assert stored(mount) == set()
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_an_interrupt_ends_it_in_order(mount: Mount) -> None:
+    """Ctrl-C: what was done is said and is all that was done; the tail went first, so what is left can be used."""
+    mount.start()
+    keys = store(mount.path, list(range(16 * 1000)))
+    command = [KVFS, "rm", str(mount.path), "tiny", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        status = mount.path / ".kvfs/status.json"
+        wait_for("it has begun", lambda: json.loads(status.read_text())["num_chunks"] < len(keys))
+        process.send_signal(signal.SIGINT)
+        told, complaints = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, complaints) == (130, "")
+    done = json.loads(told)
+    assert done["interrupted"] is True
+    assert 0 < done["chunks"] < len(keys)
+    left = stored(mount)
+    assert [place for place, key in enumerate(keys) if key in left] == [*range(len(keys) - done["chunks"])]
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_a_terminal_has_a_bar(mount: Mount) -> None:
+    mount.start()
+    store(mount.path, list(range(48)))
+    leader, follower = pty.openpty()
+    shown = bytearray()
+
+    def read() -> None:
+        try:
+            while piece := os.read(leader, 1 << 16):
+                shown.extend(piece)
+        except OSError:  # EIO: the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    command = [KVFS, "rm", str(mount.path), "tiny"]
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=follower, env=environment, check=True, text=True, timeout=DEADLINE_S
+    )
+    os.close(follower)
+    reader.join(DEADLINE_S)
+    os.close(leader)
+    assert result.stdout == "kvfs: removed 3 chunks, 24.0 KiB\n"
+    assert b"removing" in shown
+    assert b"3/3" in shown
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_a_stopped_daemon_is_told_of(mount: Mount) -> None:
+    pid = mount.start()
+    store(mount.path, list(range(48)))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        result = kvfs("rm", mount.path, "--all")
+        assert (result.returncode, result.stdout) == (1, "")
+        assert f"the kvfs daemon of {mount.path} has not answered" in result.stderr
+        assert result.stderr.count("\n") == 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert mount.json("status")["num_chunks"] == 3
+    assert kvfs("umount", mount.path).returncode == 0

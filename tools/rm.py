@@ -1,0 +1,314 @@
+"""`kvfs rm`: remove prefixes, a namespace's chunks, or what has not been used for long.
+
+It walks the prefix view from the leaves up, twice: once to count, once to remove. What stands behind a chunk always
+goes before it, so that no chunk is left that cannot be reached any more, wherever this is stopped. For the same reason
+a chunk counts as used when anything that was built on it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import functools
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+import typer
+
+from kvfs.chunk import SUFFIX
+from kvfs.config import format_size
+from kvfs.errors import KvfsError, UnavailableError, UsageError
+from kvfs.tools import listing, mounted, progress
+from kvfs.tools.mounted import Beat
+from kvfs.tools.progress import Track
+from kvfs.tools.words import format_count, parse_duration
+
+EXAMPLES = """
+kvfs rm /mnt/kvfs SmolLM2 '0a1b2c3d*/4e5f6a7b*'
+
+A prefix and all that was built on it, by the PATH that `kvfs ls` prints.
+
+kvfs rm /mnt/kvfs SmolLM2 --older-than 3d
+
+What was not used for three days. Units are s, min (or m), h and d.
+
+kvfs rm /mnt/kvfs --all --older-than 12h --dry-run
+
+Says what that would remove of every namespace.
+
+kvfs rm /mnt/kvfs SmolLM2
+
+All chunks of a namespace.
+"""
+
+_PATTERN = re.compile(r"[0-9a-f*?\[\]!-]+(/[0-9a-f*?\[\]!-]+)*")
+
+
+@dataclass
+class Removal:
+    """What is to be removed, or was. `--json` shows it.
+
+    Attributes:
+        namespaces: whose chunks.
+        chunks, bytes: how many and how large.
+        gone: chunks that somebody else removed, or that were evicted, just before.
+        dry_run: whether nothing was removed.
+        interrupted: whether Ctrl-C ended it early.
+    """
+
+    namespaces: list[str]
+    chunks: int = 0
+    bytes: int = 0
+    gone: int = 0
+    dry_run: bool = False
+    interrupted: bool = False
+
+
+@dataclass
+class _Selection:
+    """Where to look, and what for.
+
+    Attributes:
+        directories: for each namespace the prefixes that are removed; None: all.
+        before_ns: only what was last used before this time; None: all.
+        unmatched: PATHs that fit no prefix.
+    """
+
+    directories: dict[str, list[str] | None] = field(default_factory=dict)
+    before_ns: int | None = None
+    unmatched: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Victim:
+    """A chunk to remove. A branch that is stored meanwhile may change its prefix, `by_key` always holds."""
+
+    path: str
+    by_key: str
+    size_bytes: int
+
+
+def remove(
+    mountpoint: Annotated[str, typer.Argument(help="Where the cache is mounted.")],
+    namespace: Annotated[str | None, typer.Argument(help="A namespace, or the beginning of its name.")] = None,
+    prefixes: Annotated[
+        list[str] | None, typer.Argument(metavar="PREFIX", help="PATHs that `kvfs ls` prints, in quotes.")
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option("--older-than", metavar="AGE", help="Only what was last used so long ago: 90s, 3d.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Of every namespace.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and leave it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The summary in bytes, for programs.")] = False,
+) -> None:
+    """Remove prefixes, all chunks of a namespace, or what was not used for long.
+
+    It does not ask. What is removed is gone for good when this returns.
+    """
+    if namespace is None and not everything:
+        raise UsageError(
+            "say what to remove: a NAMESPACE, or --all for every one, with --older-than AGE if only so old"
+        )
+    if namespace is not None and everything:
+        raise UsageError(f"say either {namespace!r} or --all, not both")
+    age_s = None if older_than is None else parse_duration(older_than, "--older-than")
+    wanted = [_checked(prefix) for prefix in prefixes or ()]
+    path = mounted.find(mountpoint)
+    selection = mounted.ask(path, lambda beat: _select(path, namespace, wanted, beat))
+    if age_s is not None:
+        selection.before_ns = time.time_ns() - int(age_s * 1e9)
+    for prefix in selection.unmatched:
+        typer.echo(f"kvfs: no prefix is named {prefix} (any more)", err=True)
+
+    found = mounted.ask(path, lambda beat: _count(path, selection, beat))
+    done = Removal(list(selection.directories))
+    if dry_run:
+        done = found
+    elif found.chunks:
+        try:
+            work = functools.partial(_remove, path, selection, done)
+            done.interrupted = not progress.run(path, work, "removing", found.chunks)
+        except KvfsError:
+            if done.chunks:
+                typer.echo(f"kvfs: {_sentence(done)}, before this:", err=True)
+            raise
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(done), indent=2))
+    else:
+        begin = f"stopped with {format_count(found.chunks, 'chunk')} to remove; " if done.interrupted else ""
+        typer.echo(f"kvfs: {begin}{_sentence(done)}")
+    if done.interrupted:
+        raise KeyboardInterrupt
+
+
+def _sentence(done: Removal) -> str:
+    verb = "would remove" if done.dry_run else "removed"
+    gone = f"; {done.gone:,} more went meanwhile" if done.gone else ""
+    return f"{verb} {format_count(done.chunks, 'chunk')}, {format_size(done.bytes)}{gone}"
+
+
+def _checked(prefix: str) -> str:
+    """A PATH as `kvfs ls` prints it, without slashes around it."""
+    stripped = prefix.strip("/")
+    if not _PATTERN.fullmatch(stripped):
+        raise UsageError(f"{prefix!r} is not the PATH of a prefix: copy one that `kvfs ls MOUNTPOINT NAMESPACE` prints")
+    return stripped
+
+
+def _select(path: str, namespace: str | None, prefixes: list[str], beat: Beat) -> _Selection:
+    if namespace is None:
+        return _Selection(dict.fromkeys(listing.namespace_names(path)))
+    name = listing.find_namespace(path, namespace, beat)
+    if not prefixes:
+        return _Selection({name: None})
+    top = os.path.join(path, name, "prefixes")
+    found: set[str] = set()
+    unmatched = []
+    for prefix in prefixes:
+        places = [top]
+        for pattern in prefix.split("/"):
+            places = [os.path.join(place, fit) for place in places for fit in _fitting(place, pattern)]
+            beat()
+        found.update(places)
+        if not places:
+            unmatched.append(prefix)
+    outermost = [place for place in sorted(found) if not any(place.startswith(f"{other}/") for other in found)]
+    return _Selection({name: outermost}, unmatched=unmatched)
+
+
+def _fitting(directory: str, pattern: str) -> list[str]:
+    names = [name for name in _names(directory) if not name.endswith(SUFFIX)]
+    return fnmatch.filter(names, pattern)
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _count(path: str, selection: _Selection, beat: Beat) -> Removal:
+    found = Removal(list(selection.directories), dry_run=True)
+    for victim in _victims(path, selection, beat):
+        found.chunks += 1
+        found.bytes += victim.size_bytes
+    return found
+
+
+def _remove(path: str, selection: _Selection, done: Removal, track: Track) -> None:
+    for victim in _victims(path, selection, lambda: track.advance(0), is_removing=True):
+        if track.is_stopping:
+            return
+        if _unlink(path, victim):
+            done.chunks += 1
+            done.bytes += victim.size_bytes
+        else:
+            done.gone += 1
+        track.advance(1)
+
+
+def _victims(path: str, selection: _Selection, beat: Beat, *, is_removing: bool = False) -> Iterator[_Victim]:
+    for name, directories in selection.directories.items():
+        root = os.path.join(path, name)
+        walk = _Walk(os.path.join(root, "chunks"), selection.before_ns, beat, is_removing=is_removing)
+        if directories is None:
+            yield from walk.all_victims(os.path.join(root, "prefixes"))
+        for directory in directories or ():
+            yield from walk.victims(directory)
+
+
+def _unlink(path: str, victim: _Victim) -> bool:
+    """Remove a chunk; False if it is gone."""
+    for name in (victim.path, victim.by_key):
+        try:
+            os.unlink(name)
+        except FileNotFoundError:
+            continue
+        except PermissionError as error:
+            raise UsageError(f"you may not remove from {path}: ask root, or whoever mounted it") from error
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ETIMEDOUT):
+                raise
+            raise UnavailableError(f"cannot remove {name} for good: {error.strerror}; see the daemon's log") from error
+        return True
+    return False
+
+
+class _Walk:
+    """Goes through a namespace's prefix directories, leaves first, and looks at each chunk when its turn comes.
+
+    `chunks` is the directory of its chunks by key. With `is_removing` the directories that were emptied go too.
+    """
+
+    def __init__(self, chunks: str, before_ns: int | None, beat: Beat, *, is_removing: bool = False) -> None:
+        self._chunks = chunks
+        self._before_ns = before_ns
+        self._beat = beat
+        self._is_removing = is_removing
+        self._used_ns = 0  # when anything below the directory that was gone through last was used
+
+    def all_victims(self, top: str) -> Iterator[_Victim]:
+        """The chunks below "prefixes" that are to go.
+
+        Chunks that were stored before those they are built on stand in a directory of their own there: it goes first.
+        """
+        for name in sorted(_names(top), key=self._position, reverse=True):
+            yield from self.victims(os.path.join(top, name))
+
+    def victims(self, directory: str) -> Iterator[_Victim]:
+        """The chunks in and below a prefix that are to go; the mount lists what was built on a chunk before it."""
+        used_ns = self._used_ns = 0
+        try:
+            entries = os.scandir(directory)
+        except FileNotFoundError:
+            return
+        with entries:
+            for entry in entries:
+                self._beat()
+                if not entry.name.endswith(SUFFIX):
+                    yield from self.victims(entry.path)
+                    used_ns = max(used_ns, self._used_ns)
+                    continue
+                by_key = os.path.join(self._chunks, entry.name)
+                stat = _stat(entry.path) or _stat(by_key)
+                if stat is None:
+                    continue
+                used_ns = max(used_ns, stat.st_atime_ns)
+                if self._before_ns is None or used_ns < self._before_ns:
+                    yield _Victim(entry.path, by_key, stat.st_size)
+        self._used_ns = used_ns
+        if self._is_removing:
+            _remove_empty(directory)
+
+    def _position(self, name: str) -> int:
+        """Where in its chain the prefix of this name begins; what has lost its first chunk counts as far behind."""
+        self._beat()
+        try:
+            return int(os.getxattr(os.path.join(self._chunks, name + SUFFIX), "user.kvfs.position"))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENODATA):
+                raise
+            return sys.maxsize
+
+
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _remove_empty(directory: str) -> None:
+    """Remove a directory if nothing is in it; one that stays goes by itself later."""
+    try:
+        os.rmdir(directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            raise
