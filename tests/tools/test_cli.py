@@ -25,7 +25,7 @@ def test_version() -> None:
     assert (result.returncode, result.stdout) == (0, f"kvfs {package.__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["mount", "umount", "status", "ls", "rm"])
+@pytest.mark.parametrize("command", ["mount", "umount", "status", "ls", "rm", "verify"])
 def test_help_teaches_by_example(command: str) -> None:
     result = kvfs(command, "--help")
     assert result.returncode == 0
@@ -36,7 +36,7 @@ def test_help_teaches_by_example(command: str) -> None:
 
 def test_help_names_the_commands() -> None:
     result = kvfs("--help")
-    assert all(f" {command} " in result.stdout for command in ("mount", "umount", "status", "ls", "rm"))
+    assert all(f" {command} " in result.stdout for command in ("mount", "umount", "status", "ls", "rm", "verify"))
 
 
 @pytest.mark.parametrize("background", [[], ["--background"]])
