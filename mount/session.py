@@ -133,6 +133,7 @@ class Session:
         self._handover = handover
         self._sending = trio.Lock()
         self._waiting = trio.Semaphore(_MAX_WAITING)
+        self._publishing = trio.Lock()  # first come, first served
 
     async def run(self) -> None:
         """Answer requests until the client closes the connection."""
@@ -344,7 +345,9 @@ class Session:
             taken = self._handover.take(finished.key, values)
             if taken is not None:
                 handed[index] = taken
-        for index, status in zip(handed, await self._handover.publish(list(handed.values())), strict=True):
+        async with self._publishing:  # a later message may hold the children of this one's chunks
+            published = await self._handover.publish(list(handed.values()))
+        for index, status in zip(handed, published, strict=True):
             statuses[index] = status
         await self._send(m.Published(request.id, tuple(statuses)))
         found = [table.chunks.get(Key(finished.key)) for finished in request.chunks]

@@ -184,6 +184,25 @@ async def test_publishes_that_overlap(tmp_path: Path) -> None:
         assert store.counters.session_errors == 0
 
 
+async def test_publishes_become_visible_in_order(tmp_path: Path) -> None:
+    """A long chain handed over in many messages at once is one prefix: no part is visible before what it is built on."""
+    small = sized_namespace(64 << 10)
+    async with trusted(tmp_path, ram=96 << 20, window_bytes=64 << 20) as (store, _):
+
+        def hand_over() -> None:
+            with Client(plain_mount(tmp_path), small, deadline_s=5.0) as client:
+                reservations = client.store(new_chunks(chain_of(small, 900)))
+                for reservation in reservations:
+                    assert reservation.payload is not None
+                    reservation.payload[:] = payload_of(reservation.chunk.chain, reservation.geometry)  # type: ignore[arg-type]
+                assert set(client.publish(reservations)) == {StoreStatus.STORED}
+
+        await in_thread(hand_over)
+        (directory,) = store.catalog.tables[small.directory].prefixes.directories.values()
+        assert directory.num_chunks == 900
+        assert not directory.subdirectories
+
+
 async def test_an_isolated_client_of_a_trusting_daemon(tmp_path: Path) -> None:
     """Trust goes by user: whoever is not the daemon's user gets a read-only arena and a window."""
     if os.geteuid() != 0:
