@@ -1,0 +1,825 @@
+"""A state machine of the store: random operations on real tiers, with held devices, failing ones, crashes and restarts.
+
+The model is small. What is visible follows from the event log alone; every event has to be one that an operation called
+for, or an eviction that was allowed. What a chunk's bytes are follows from its chain value.
+
+The store's event loop runs in a thread; a rule hands it one function and waits for it. Trio's clock stands still between
+the rules, so that no deadline passes but where a rule says so. Which operations happen depends on hypothesis alone;
+how far write-behind has come when they do depends on threads, unless a rule holds the device. So preconditions look at
+nothing that follows from it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import os
+import shutil
+import threading
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import trio
+import trio.lowlevel
+import trio.testing
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvfs import keys
+from kvfs.catalog import NOWHERE, Chunk, ChunkTable
+from kvfs.chunk import Facts, Geometry, build_header, geometry
+from kvfs.errors import UnavailableError
+from kvfs.index import FILE_NAME as INDEX
+from kvfs.intake import Handed, Reservation, WindowSlot
+from kvfs.keys import ChainHash, Key, KeyChain
+from kvfs.messages import NewChunk, StoreStatus, Tier
+from kvfs.namespace import Namespace
+from kvfs.opening import open_store
+from kvfs.promotion import Promotion
+from kvfs.testing import LosingSystem, checksums_of, payload_of, settings_in, sized_namespace
+from kvfs.volume import FILE_NAME as VOLUME
+
+T = TypeVar("T")
+STORED, EXISTS, REFUSED, BAD = StoreStatus.STORED, StoreStatus.EXISTS, StoreStatus.REFUSED, StoreStatus.BAD
+
+RAM_BYTES = 2 << 20
+VOLUME_BYTES = (3 << 20, 5 << 20, 12 << 20, None)
+STEPS_OF_A_LIFE = 15
+"""After so many the store may be restarted; hypothesis would choose to do it all the time."""
+HANGS_AFTER_S = 30.0
+NAMESPACES = (sized_namespace(512 << 10, "tests/large"), sized_namespace(200 << 10, "tests/small"))
+
+
+class Node:
+    """A chunk that may be stored: its name is the path of its full chunks, and the tokens of a short one behind them.
+
+    No dataclass: hypothesis would print its payload.
+    """
+
+    def __init__(self, name: str, namespace: int, new: NewChunk, geo: Geometry, path: Sequence[Key]) -> None:
+        self.name = name
+        self.namespace = namespace
+        self.new = new
+        self.key = keys.key_of(ChainHash(new.chain))
+        self.geo = geo
+        self.payload = payload_of(ChainHash(new.chain), geo)
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"<{self.name} of {self.namespace}>"
+
+    def file(self, created_ns: int) -> bytes:
+        """The whole file, if it was published then."""
+        new, sums = self.new, checksums_of(self.payload, self.geo)
+        facts = Facts(ChainHash(new.chain), Key(new.parent), new.position, new.num_tokens, created_ns, sums)
+        return build_header(self.geo, facts) + self.payload + bytes(self.geo.pad_bytes)
+
+
+def node_of(number: int, namespace: Namespace, full: str, num_short: int) -> Node:
+    step = namespace.identity.tokens_per_chunk
+    tokens = array("I", [ord(letter) for letter in full for _ in range(step)] + [0] * num_short)
+    chain = KeyChain(keys.root(namespace.identity.fingerprint()), step, tokens)
+    value = chain.short_chain(num_short) if num_short else chain.chains[-1]
+    position = len(full) - (not num_short)
+    new = NewChunk(value, keys.key_of(chain.parent_of(position)), position, num_short or step)
+    geo = geometry(namespace, new.num_tokens)
+    path = list(dict.fromkeys([*chain.keys, keys.key_of(value)]))
+    return Node(f"{full}+{num_short}", number, new, geo, path)
+
+
+NODES = [
+    node_of(number, namespace, full, num_short)
+    for number, namespace in enumerate(NAMESPACES)
+    for full, num_short in [
+        ("a", 0), ("ab", 0), ("abc", 0), ("abcd", 0), ("abX", 0), ("abXY", 0), ("aZ", 0), ("Q", 0), ("QR", 0),
+        ("a", 3), ("abcd", 5), ("abcd", 9),
+    ]
+]  # fmt: skip
+NODE_AT = {(node.namespace, node.key): node for node in NODES}
+
+
+@dataclass(eq=False)
+class Hold:
+    """A lease that the model holds, the bytes that were read under it, and whether its chunk was removed since."""
+
+    node: Node
+    chunk: Chunk
+    expected: bytes
+    view: memoryview | None = None
+    was_removed: bool = False
+
+
+@dataclass
+class Model:
+    """What the test knows of one run of the store.
+
+    Attributes: visible; known: every chunk that was ever visible; evicted: those whose eviction may not be durable yet;
+    reservations, holds: what the test has to give back; promotions: those that had not ended when last looked at.
+    """
+
+    visible: set[Node] = field(default_factory=set)
+    known: set[Chunk] = field(default_factory=set)
+    evicted: set[Node] = field(default_factory=set)
+    reservations: list[tuple[Node, Reservation]] = field(default_factory=list)
+    holds: list[Hold] = field(default_factory=list)
+    promotions: list[Promotion] = field(default_factory=list)
+    num_event_bytes: int = 0
+    had_read_error: bool = False  # what joins a read that failed hears of it later
+    num_evictions: int = 0
+    num_steps: int = 0
+    was_degraded: bool = False
+
+
+class Loop:
+    """Trio in a thread; its clock moves only when told to."""
+
+    def __init__(self) -> None:
+        self.clock = trio.testing.MockClock()
+        self._ready = threading.Event()
+        self._waiting: set[concurrent.futures.Future[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name="loop of the store")
+        self._thread.start()
+        self._ready.wait()
+
+    def _run(self) -> None:
+        error: BaseException = RuntimeError("the loop ended")
+        try:
+            trio.run(self._live, clock=self.clock)
+        except BaseException as failure:  # noqa: BLE001 - it is told to whoever waits
+            error = failure
+        self._ready.set()
+        for future in list(self._waiting):
+            future.set_exception(error)
+
+    async def _live(self) -> None:
+        self._end = trio.Event()
+        self._token = trio.lowlevel.current_trio_token()
+        async with trio.open_nursery() as self._nursery:
+            self._ready.set()
+            await self._end.wait()
+
+    def start(self, work: Callable[[], Awaitable[T]]) -> concurrent.futures.Future[T]:
+        """Begin it in a task; what it raises is in the future, and hurts nothing else."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._waiting.add(future)
+
+        async def task() -> None:
+            try:
+                value = await work()
+            except BaseException as error:
+                self._waiting.discard(future)
+                future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                self._waiting.discard(future)
+                future.set_result(value)
+
+        self._token.run_sync_soon(self._nursery.start_soon, task)
+        return future
+
+    def run(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do it and wait."""
+        return self.start(work).result(timeout=HANGS_AFTER_S)
+
+    def run_while_time_passes(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do it and wait, and let every retry come at once."""
+        future = self.start(work)
+        give_up = time.monotonic() + HANGS_AFTER_S
+        while not concurrent.futures.wait([future], timeout=0.005).done and time.monotonic() < give_up:
+            self._token.run_sync_soon(self.clock.jump, 31.0)
+        return future.result(timeout=0)
+
+    def end(self) -> None:
+        """Let it end, and wait."""
+        if self._thread.is_alive():
+            self._token.run_sync_soon(self._end.set)
+        self._thread.join()
+
+
+a_node = st.sampled_from(NODES)
+some_nodes = st.lists(a_node, min_size=1, max_size=6)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """See the module. Each method named `_do_…` runs in the event loop's thread."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.root = directory
+        self.loop = Loop()
+        self.lives = itertools.count()
+        self.model = Model()
+        self.system = LosingSystem()
+        self.is_up = False
+
+    # lives of the store
+
+    @initialize(nvme=st.sampled_from(VOLUME_BYTES))
+    def begin(self, nvme: int | None) -> None:
+        self.nvme = nvme
+        self.directory = self.root / str(next(self.lives))
+        self.directory.mkdir()
+        self._open()
+        assert not self.model.visible
+
+    def _open(self) -> None:
+        self.system = LosingSystem()
+        self.model = Model()
+        self.ended = trio.Event()
+        opened: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        async def live() -> None:
+            try:
+                async with open_store(
+                    settings_in(self.directory, ram=RAM_BYTES, nvme=self.nvme, io_threads=4), self.system
+                ) as self.store:
+                    self.tables = [self.store.attach(namespace) for namespace in NAMESPACES]
+                    self.numbers = {table.directory: number for number, table in enumerate(self.tables)}
+                    self.model.known.update(self.store.catalog.chunks())
+                    self.model.visible.update(self._node_of(chunk) for chunk in self.model.known)
+                    self.store.on_change.append(
+                        lambda change, chunk, _: self.model.known.add(chunk) if change == "published" else None
+                    )
+                    opened.set_result(None)
+                    await self.ended.wait()
+            finally:
+                if not opened.done():
+                    opened.set_exception(RuntimeError("the store did not open"))
+
+        self.life = self.loop.start(live)
+        opened.result(timeout=HANGS_AFTER_S)
+        self.is_up = True
+
+    def _close(self) -> None:
+        """Whatever is dirty is written; only then does time pass for the end, which waits for it a minute at most."""
+        self.give_everything_back()
+        self._flush()
+        self.loop._token.run_sync_soon(self.ended.set)
+        self.life.result(timeout=HANGS_AFTER_S)
+        self.is_up = False
+
+    def teardown(self) -> None:
+        self.system.open_gates()
+        self.system.write_error = self.system.sync_error = self.system.read_error = 0
+        try:
+            if self.is_up:
+                self._close()
+                assert self.store.statistics().num_leases == 0
+        finally:
+            self.model.holds.clear()  # no view may outlive the arena
+            if self.is_up:
+                self.loop._token.run_sync_soon(self.ended.set)
+            self.loop.end()
+            shutil.rmtree(self.root)
+
+    def _node_of(self, chunk: Chunk) -> Node:
+        return NODE_AT[self.numbers[chunk.table.directory], chunk.key]
+
+    def _chunk(self, node: Node) -> Chunk | None:
+        return self._table(node).chunks.get(node.key)
+
+    def _table(self, node: Node) -> ChunkTable:
+        return self.tables[node.namespace]
+
+    # storing
+
+    def _do_reserve(self, node: Node) -> Reservation | None:
+        result = self.store.reserve(self._table(node), node.new)
+        if isinstance(result, Reservation):
+            return result
+        if result is REFUSED:
+            self._assert_ram_is_under_pressure()
+        else:
+            assert result is EXISTS
+            assert self._chunk(node) is not None
+        return None
+
+    def _assert_ram_is_under_pressure(self) -> None:
+        """Room is refused only if nothing that is there may go."""
+        nvme = self.store.statistics().nvme
+        must_be_clean = nvme is not None and not nvme.is_degraded
+        for chunk in self.store.catalog.chunks():
+            assert chunk.ram == NOWHERE or chunk.leases or (must_be_clean and chunk.is_dirty), chunk
+
+    async def _do_publish(self, taken: Sequence[tuple[Node, Reservation]], bad: int = -1) -> list[StoreStatus]:
+        """Publish all at once, number `bad` with wrong bytes, as a session does it."""
+        window = os.memfd_create("test-window", os.MFD_CLOEXEC)
+        try:
+            handed = []
+            for number, (node, reservation) in enumerate(taken):
+                payload = node.payload if number != bad else node.payload[:-1] + bytes([node.payload[-1] ^ 1])
+                offset = number << 20
+                os.pwrite(window, payload, offset)
+                handed.append(Handed(reservation, WindowSlot(window, offset), checksums_of(node.payload, node.geo)))
+            self.being_published = [*taken]
+            statuses = await self.store.publish(handed)
+            self.being_published = []
+        finally:
+            os.close(window)
+        for number, ((node, _), status) in enumerate(zip(taken, statuses, strict=True)):
+            assert (status is BAD) == (number == bad)
+            assert status in (STORED, EXISTS, BAD)
+            assert status is BAD or self._chunk(node) is not None
+        chunks = [self._chunk(node) for node, _ in taken]
+        self.store.stored([chunk for chunk in chunks if chunk is not None])
+        return statuses
+
+    being_published: list[tuple[Node, Reservation]] = []  # noqa: RUF012 - replaced, never changed
+
+    @rule(nodes=some_nodes)
+    def reserve(self, nodes: list[Node]) -> None:
+        async def work() -> None:
+            for node in nodes:
+                reservation = self._do_reserve(node)
+                if reservation is not None:
+                    self.model.reservations.append((node, reservation))
+
+        self.loop.run(work)
+
+    @rule(count=st.integers(1, 4), bad=st.sampled_from([-1, 0, 1]))
+    def publish(self, count: int, bad: int) -> None:
+        taken = self.model.reservations[:count]
+        del self.model.reservations[:count]
+        if taken:
+            self.loop.run(lambda: self._do_publish(taken, bad if bad < len(taken) else -1))
+
+    @rule(number=st.integers(0, 20))
+    def abort(self, number: int) -> None:
+        async def work() -> None:
+            if self.model.reservations:
+                self.store.abort(self.model.reservations.pop(number % len(self.model.reservations))[1])
+
+        self.loop.run(work)
+
+    @rule(nodes=some_nodes)
+    def store_prompts(self, nodes: list[Node]) -> None:
+        """What an engine does at the end of each prefill: the missing chunks of a prompt, in one publish."""
+
+        async def work() -> None:
+            for node in nodes:
+                await self._do_store_path(node)
+
+        self.loop.run(work)
+
+    @rule(first=st.integers(0, len(NODES) - 1), stride=st.sampled_from([1, 5, 7, 11]))
+    def store_nearly_all(self, first: int, stride: int) -> None:
+        """More than RAM holds, one by one, as far as there is room."""
+
+        async def work() -> None:
+            for number in range(18):
+                node = NODES[(first + number * stride) % len(NODES)]
+                reservation = self._do_reserve(node)
+                if reservation is not None:
+                    await self._do_publish([(node, reservation)])
+
+        self.loop.run(work)
+
+    async def _do_store_path(self, node: Node) -> None:
+        taken = []
+        for key in node.path:
+            step = NODE_AT[node.namespace, key]
+            reservation = self._do_reserve(step)
+            if reservation is not None:
+                taken.append((step, reservation))
+        if taken:
+            await self._do_publish(taken)
+
+    # finding, loading, holding
+
+    def _tidy(self) -> None:
+        """Forget promotions that ended, but those that failed and whose extent a lease still keeps."""
+        self.model.promotions = [
+            promotion for promotion in self.model.promotions
+            if promotion.num_left or (promotion.error is not None and promotion.chunk.leases)
+        ]  # fmt: skip
+
+    def _do_hold(self, node: Node, chunk: Chunk, *, is_leased: bool = False) -> Hold:
+        if not is_leased:
+            self._tidy()
+            self.store.lease(chunk)
+        hold = Hold(node, chunk, node.file(chunk.created_ns))
+        self.model.holds.append(hold)
+        return hold
+
+    def _do_release(self, hold: Hold) -> None:
+        self.model.holds.remove(hold)
+        hold.view = None
+        self.store.release(hold.chunk)
+        self._tidy()
+
+    def _do_match(self, node: Node) -> list[Hold]:
+        stored = [key for key in node.path if key in self._table(node).chunks]
+        expected = [key for key, other in zip(node.path, stored, strict=False) if key == other]
+        self._tidy()
+        found = self.store.match(self._table(node), node.path)
+        assert [chunk.key for chunk in found] == expected
+        return [self._do_hold(self._node_of(chunk), chunk, is_leased=True) for chunk in found]
+
+    @rule(node=a_node)
+    def match(self, node: Node) -> None:
+        """The prefix is as long as what is stored, and is held from then on."""
+
+        async def work() -> None:
+            self._do_match(node)
+
+        self.loop.run(work)
+
+    @rule(nodes=some_nodes, is_kept=st.booleans())
+    def load(self, nodes: list[Node], is_kept: bool) -> None:
+        """Match, promote what is cold, touch; while the device is held the promotions stay under way."""
+        can_wait = self.is_device_free
+
+        async def work() -> None:
+            for node in nodes:
+                await self._do_load(node, is_kept, can_wait)
+
+        self.loop.run(work)
+
+    @property
+    def is_device_free(self) -> bool:
+        system = self.system
+        return system.read_gate.is_set() and system.write_gate.is_set() and system.sync_gate.is_set()
+
+    async def _do_load(self, node: Node, is_kept: bool, can_wait: bool) -> None:
+        holds = self._do_match(node)
+        chunks = [hold.chunk for hold in holds]
+        sources = [chunk.tier for chunk in chunks]
+        cold = [chunk for chunk in chunks if chunk.ram == NOWHERE]
+        started = self.store.promote(cold) if cold else []
+        if None in started:
+            self._assert_ram_is_under_pressure()
+        for promotion in started:
+            if promotion is not None and promotion not in self.model.promotions:
+                self.model.promotions.append(promotion)
+        for promotion in started if can_wait else ():
+            if promotion is not None:
+                await promotion.wait_for_layers(4)
+                assert promotion.error is None or isinstance(promotion.error, UnavailableError), promotion.error
+                assert promotion.error is None or self.model.had_read_error
+        self.store.touch(chunks, sources)
+        for hold in [] if is_kept else holds:
+            self._do_release(hold)
+
+    @rule(node=a_node)
+    def hold(self, node: Node) -> None:
+        """Lease one chunk and keep what is read of it, as an open file does."""
+
+        async def work() -> None:
+            chunk = self._chunk(node)
+            if chunk is None:
+                return
+            hold = self._do_hold(node, chunk)
+            if chunk.ram != NOWHERE:
+                hold.view = await self.store.read(chunk, 0, chunk.length)
+
+        self.loop.run(work)
+
+    @rule(number=st.integers(0, 30), count=st.integers(1, 6))
+    def release(self, number: int, count: int) -> None:
+        async def work() -> None:
+            for _ in range(min(count, len(self.model.holds))):
+                self._do_release(self.model.holds[number % len(self.model.holds)])
+
+        self.loop.run(work)
+
+    async def _do_read(self, node: Node) -> None:
+        chunk = self._chunk(node)
+        if chunk is None:
+            return
+        hold = self._do_hold(node, chunk)
+        try:
+            assert bytes(await self.store.read(chunk, 0, chunk.length)) == hold.expected
+            assert bytes(await self.store.read(chunk, 5000, 300)) == hold.expected[5000:5300]
+            facts = await self.store.facts(chunk)
+            assert (facts.chain, facts.created_ns) == (node.new.chain, chunk.created_ns)
+        except UnavailableError:
+            assert self.model.had_read_error
+        finally:
+            self._do_release(hold)
+
+    @precondition(lambda self: self.is_device_free)
+    @rule(node=a_node)
+    def read(self, node: Node) -> None:
+        self.loop.run(lambda: self._do_read(node))
+
+    @precondition(lambda self: self.is_device_free)
+    @rule(number=st.integers(0, 30))
+    def read_what_is_held(self, number: int) -> None:
+        """Though it may be removed by now, and its name stored again."""
+
+        async def work() -> None:
+            if not self.model.holds:
+                return
+            hold = self.model.holds[number % len(self.model.holds)]
+            try:
+                assert bytes(await self.store.read(hold.chunk, 0, hold.chunk.length)) == hold.expected
+            except UnavailableError:
+                assert self.model.had_read_error
+
+        self.loop.run(work)
+
+    # removing
+
+    async def _do_remove(self, chunks: Sequence[Chunk]) -> None:
+        await self.store.remove(chunks)
+        assert all(chunk.is_removed for chunk in chunks)
+
+    @rule(nodes=st.lists(a_node, min_size=1, max_size=2), is_recursive=st.booleans())
+    def remove(self, nodes: list[Node], is_recursive: bool) -> None:
+        """Files, or whole prefix directories. When it returns they are gone for good."""
+
+        async def work() -> None:
+            doomed = {chunk for node in nodes if (chunk := self._chunk(node)) is not None}
+            if is_recursive:
+                doomed = {below for chunk in doomed if chunk.home is not None for below in chunk.home.subtree()}
+            await self._do_remove(sorted(doomed, key=lambda chunk: chunk.inode))
+
+        self.loop.run(work)
+
+    # all at once
+
+    @rule(storing=some_nodes, removing=st.lists(a_node, max_size=2), loading=some_nodes, reading=some_nodes)
+    def at_once(self, storing: list[Node], removing: list[Node], loading: list[Node], reading: list[Node]) -> None:
+        """Several tasks, with no order between them but the one that the loop gives."""
+        can_wait = self.is_device_free
+
+        async def remove(nodes: list[Node]) -> None:
+            await trio.lowlevel.checkpoint()
+            await self._do_remove([chunk for node in nodes if (chunk := self._chunk(node)) is not None])
+
+        async def work() -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._do_store_path, storing[0])
+                nursery.start_soon(remove, removing)
+                for node in loading:
+                    nursery.start_soon(self._do_load, node, False, can_wait)
+                for node in reading if can_wait else ():
+                    nursery.start_soon(self._do_read, node)
+
+        self.loop.run(work)
+
+    # the device
+
+    @precondition(lambda self: self.nvme)
+    @rule(gate=st.sampled_from(["read_gate", "write_gate", "sync_gate"]))
+    def hold_device(self, gate: str) -> None:
+        getattr(self.system, gate).clear()
+
+    @precondition(lambda self: not self.is_device_free)
+    @rule()
+    def let_device_go(self) -> None:
+        self.system.open_gates()
+
+    @precondition(lambda self: self.nvme)
+    @rule(what=st.sampled_from(["read_error", "write_error", "sync_error"]), number=st.sampled_from([5, 28]))
+    def device_fails(self, what: str, number: int) -> None:
+        setattr(self.system, what, number)
+        self.model.had_read_error |= what == "read_error"
+
+    @precondition(lambda self: self.system.read_error or self.system.write_error or self.system.sync_error)
+    @rule()
+    def device_works(self) -> None:
+        self.system.read_error = self.system.write_error = self.system.sync_error = 0
+
+    @rule()
+    def time_passes(self) -> None:
+        """Retries come, and uses are saved."""
+
+        async def work() -> None:
+            self.loop.clock.jump(31.0)
+            await trio.lowlevel.checkpoint()
+
+        self.loop.run(work)
+
+    # durability
+
+    def give_everything_back(self, num_kept: int = 0) -> None:
+        """Release what is held, but for `num_kept`, abort what is reserved, and let the device work."""
+        self.system.open_gates()
+        self.device_works()
+
+        async def work() -> None:
+            for hold in self.model.holds[num_kept:]:
+                self._do_release(hold)
+            for _, reservation in self.model.reservations:
+                self.store.abort(reservation)
+            self.model.reservations.clear()
+
+        self.loop.run(work)
+
+    def _flush(self) -> None:
+        async def work() -> None:
+            while any(promotion.num_left for promotion in self.model.promotions):
+                await trio.lowlevel.checkpoint()  # their leases may be the last of removed chunks
+            assert await self.store.flush(1e9)
+            self._do_check()
+            self._do_check_quiet()
+            self.model.evicted.clear()
+
+        self.loop.run_while_time_passes(work)
+
+    @rule(num_kept=st.integers(0, 1))
+    def flush(self, num_kept: int) -> None:
+        """With at most one chunk held there is room for everything in the end, and nothing stays dirty or leased."""
+        self.give_everything_back(num_kept)
+        self._flush()
+
+    @precondition(lambda self: self.model.num_steps > STEPS_OF_A_LIFE)
+    @rule()
+    def restart(self) -> None:
+        """Everything that was visible at the end is there again, with its uses."""
+        self._close()
+        self._do_take_events()
+        before = {node: chunk.hits for node in self.model.visible if (chunk := self._chunk(node))}
+        self._open()
+        assert self.model.visible == (set(before) if self.nvme else set())
+        for node in self.model.visible:
+            chunk = self._chunk(node)
+            assert chunk is not None
+            assert chunk.hits == before[node]
+        self._check_recovered()
+
+    @precondition(lambda self: self.model.num_steps > STEPS_OF_A_LIFE)
+    @rule(is_flushed=st.booleans())
+    def crash(self, is_flushed: bool) -> None:
+        """Power loss: what was clean is there, what was removed is not, and what is there is right."""
+        if is_flushed:
+            self.flush(1)
+        self._check()
+        to = self.root / str(next(self.lives))
+        clean, visible, may_return = self.loop.run(lambda: self._do_crash(to))
+        self._close()
+        shutil.rmtree(self.directory)
+        self.directory = to
+        self._open()
+        assert clean <= self.model.visible <= visible | may_return
+        if is_flushed and self.nvme:
+            assert self.model.visible == visible
+        self._check_recovered()
+
+    async def _do_crash(self, to: Path) -> tuple[set[Node], set[Node], set[Node]]:
+        """Copy what a machine that died now would find. Nothing else happens in the loop meanwhile."""
+        self._do_check()
+        clean = {self._node_of(chunk) for chunk in self.store.catalog.chunks() if chunk.nvme != NOWHERE}
+        (to / "nvme").mkdir(parents=True)
+        if self.nvme:
+            was_open = self.system.write_gate.is_set()
+            self.system.write_gate.clear()
+            for name in (INDEX + "-wal", INDEX, VOLUME):
+                shutil.copy(self.directory / "nvme" / name, to / "nvme" / name)
+            self.system.lose(to / "nvme" / VOLUME)
+            if was_open:
+                self.system.write_gate.set()
+        return clean, set(self.model.visible), set(self.model.evicted)
+
+    def _check_recovered(self) -> None:
+        async def work() -> None:
+            for node in NODES:
+                await self._do_read(node)
+            assert self.store.counters.corrupt == 0
+
+        self.loop.run(work)
+
+    # after every step
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        self.model.num_steps += 1
+        self._check()
+
+    def _check(self) -> None:
+        async def work() -> None:
+            self._do_check()
+
+        self.loop.run(work)
+
+    def _do_check(self) -> None:
+        self._tidy()
+        self._do_take_events()
+        self._do_check_bytes()
+        self._do_check_tiers()
+
+    def _do_take_events(self) -> None:
+        """What is visible is what the events say, and each event was called for."""
+        model = self.model
+        raw = self.store.events.read(model.num_event_bytes, 1 << 30)
+        model.num_event_bytes += len(raw)
+        removed = set()
+        for event in map(json.loads, raw.splitlines()):
+            kind = event["event"]
+            assert kind in ("namespace", "publish", "rm", "evict", "degraded", "recovered"), event
+            if kind == "degraded":
+                model.was_degraded = True
+            if "key" not in event:
+                continue
+            node = NODE_AT[self.numbers[event["namespace"]], Key(bytes.fromhex(event["key"]))]
+            if kind == "publish":
+                assert node not in model.visible
+                model.visible.add(node)
+                continue
+            model.visible.remove(node)
+            if kind == "rm":
+                removed.add(node)
+            else:
+                model.evicted.add(node)
+                model.num_evictions += 1
+        for hold in model.holds:
+            if hold.chunk.is_removed and not hold.was_removed:
+                assert hold.node in removed, f"{hold.node} was evicted while it was held"
+                hold.was_removed = True
+        found = {self._node_of(chunk) for chunk in self.store.catalog.chunks()}
+        assert found == model.visible
+        counters = self.store.counters
+        if self.nvme and not model.was_degraded:
+            assert counters.evictions_nvme == model.num_evictions
+        assert counters.corrupt == 0
+
+    def _do_check_bytes(self) -> None:
+        for chunk in self.store.catalog.chunks():
+            assert chunk.tier is not Tier.NONE
+            if chunk.ram != NOWHERE:
+                node = self._node_of(chunk)
+                begin = chunk.ram + node.geo.header_bytes
+                assert self.store.arena.view[begin : begin + node.geo.payload_bytes] == node.payload
+        for hold in self.model.holds:
+            chunk = hold.chunk
+            assert chunk.tier is not Tier.NONE
+            assert hold.view is None or hold.view == hold.expected
+            if chunk.ram != NOWHERE:
+                assert self.store.arena.view[chunk.ram : chunk.ram + chunk.length] == hold.expected
+
+    def _do_check_tiers(self) -> None:
+        """Extents do not overlap, and what is used is what somebody has."""
+        model, statistics = self.model, self.store.statistics()
+        model.known = {chunk for chunk in model.known if not chunk.is_removed or chunk.leases}
+        in_ram = [(chunk.ram, chunk.length) for chunk in model.known if chunk.ram != NOWHERE]
+        in_ram += [(one.offset, one.geometry.file_bytes) for _, one in [*model.reservations, *self.being_published]]
+        in_ram += [(promotion.offset, promotion.chunk.length) for promotion in model.promotions]
+        on_nvme = [(chunk.nvme, chunk.length) for chunk in model.known if chunk.nvme != NOWHERE]
+        for extents in (in_ram, on_nvme):
+            extents.sort()
+            for (begin, length), (follower, _) in itertools.pairwise(extents):
+                assert begin + length <= follower
+        assert statistics.ram.used_bytes == sum(length for _, length in in_ram)
+        assert statistics.ram.num_chunks == sum(chunk.ram != NOWHERE for chunk in self.store.catalog.chunks())
+        assert statistics.num_leases == sum(chunk.leases for chunk in model.known)
+        assert statistics.num_leases >= len(model.holds)
+        if statistics.nvme is not None:
+            assert statistics.nvme.used_bytes >= sum(length for _, length in on_nvme)
+            assert statistics.nvme.num_chunks == sum(chunk.nvme != NOWHERE for chunk in self.store.catalog.chunks())
+
+    def _do_check_quiet(self) -> None:
+        """Nothing is under way: only what the test holds is leased, and NVMe has room for all but what is clean."""
+        model, statistics = self.model, self.store.statistics()
+        assert statistics.num_dirty == statistics.dirty_bytes == 0
+        assert statistics.num_leases == len(model.holds)
+        if statistics.nvme is not None:
+            assert not any(chunk.is_dirty for chunk in self.store.catalog.chunks())
+            lengths = [chunk.length for chunk in model.known if chunk.nvme != NOWHERE]
+            assert statistics.nvme.used_bytes == sum(lengths)
+
+
+COMMON = settings(
+    deadline=None, print_blob=True, suppress_health_check=list(HealthCheck), phases=set(Phase) - {Phase.explain}
+)
+EXPECTED = pytest.mark.expect_log("writing to NVMe|could not be read")
+
+
+def play(directory: Path, how: settings) -> None:
+    numbers = itertools.count()
+
+    class Machine(StoreMachine):
+        def __init__(self) -> None:
+            root = directory / str(next(numbers))
+            root.mkdir()
+            super().__init__(root)
+
+    run_state_machine_as_test(Machine, settings=how)
+
+
+@EXPECTED
+def test_the_store_does_what_the_model_says(tmp_path: Path) -> None:
+    """The same operations at every run."""
+    play(tmp_path, settings(COMMON, max_examples=40, stateful_step_count=60, derandomize=True))
+
+
+@EXPECTED
+@pytest.mark.slow
+def test_the_store_does_what_the_model_says_for_long(tmp_path: Path) -> None:
+    """Others at every run; a failure prints what reproduces it."""
+    play(tmp_path, settings(COMMON, max_examples=1500, stateful_step_count=100))
