@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest -q
 
-.PHONY: help setup demo test check lint format bench soak clean
+.PHONY: help setup demo test check lint format bench torture soak clean
 
 help:
 	@echo 'make demo    run a prompt cold, warm, after a restart and after its eviction, on a real mount'
@@ -11,7 +11,8 @@ help:
 	@echo 'make check   what CI checks: lint, types, layers, tests'
 	@echo 'make format  bring the sources into the form that `make check` asks for'
 	@echo 'make bench   what each path reaches, beside the limit of the hardware, some minutes'
-	@echo 'make soak    the long tests: kill -9 loops'
+	@echo 'make torture kill -9 of a loaded daemon, KVFS_KILLS times'
+	@echo 'make soak    all the long tests: that, and the store against its model for much longer'
 	@echo 'make clean   remove .venv and what was built'
 
 setup:
@@ -39,6 +40,9 @@ format: setup
 
 bench: setup
 	.venv/bin/kvfs bench
+
+torture: setup
+	$(PYTEST) -m slow -s tests/faults/test_daemon_process.py
 
 soak: setup
 	$(PYTEST) -m slow
