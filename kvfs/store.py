@@ -403,10 +403,13 @@ class Store:
         commits = self._residency.commits
         if commits is None:
             return
+        dirty: set[Chunk] = set()  # these have no row yet, or one on its way that does not know of the last uses
         for chunk in self._used:
             if chunk.nvme != NOWHERE and not chunk.is_removed:
                 commits.used(chunk.last_used_ns, chunk.hits, chunk.table.number, chunk.key)
-        self._used.clear()
+            elif chunk.is_dirty and not chunk.is_removed:
+                dirty.add(chunk)
+        self._used = dirty
 
 
 def _verify_whole(chunk: Chunk, view: memoryview) -> None:
