@@ -187,7 +187,8 @@ async def test_publishes_that_overlap(tmp_path: Path) -> None:
 async def test_publishes_become_visible_in_order(tmp_path: Path) -> None:
     """A long chain handed over in many messages at once is one prefix: no part is visible before what it is built on."""
     small = sized_namespace(64 << 10)
-    async with trusted(tmp_path, ram=96 << 20, window_bytes=64 << 20) as (store, _):
+    room = {"ram": 96 << 20, "nvme": 96 << 20, "window_bytes": 64 << 20}  # for all of it: nothing is evicted
+    async with trusted(tmp_path, **room) as (store, _):
 
         def hand_over() -> None:
             with Client(plain_mount(tmp_path), small, deadline_s=5.0) as client:
