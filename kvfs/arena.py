@@ -106,8 +106,7 @@ class Arena:
 
     @classmethod
     def _on_memfd(cls, size_bytes: int, huge_pages: bool, window_budget_bytes: int) -> Arena:
-        fd = os.memfd_create("kvfs-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, size_bytes)
+        fd = _memfd("kvfs-arena", size_bytes)
         client_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         huge = huge_pages and _shmem_takes_advice()
         arena = cls(size_bytes, "memfd-huge" if huge else "memfd", fd, client_fd, None, window_budget_bytes)
@@ -144,8 +143,7 @@ class Arena:
 
     def _new_window(self, size_bytes: int) -> int:
         if self._directory_fd is None:
-            fd = os.memfd_create("kvfs-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, size_bytes)
+            fd = _memfd("kvfs-window", size_bytes)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
             return fd
         fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=self._directory_fd)
@@ -165,6 +163,14 @@ class Arena:
         for fd in (self.fd, self.client_fd, self._directory_fd):
             if fd is not None:
                 os.close(fd)
+
+
+def _memfd(name: str, size_bytes: int) -> int:
+    """A memfd that only our user can open anew: they are made with mode 0777, and /proc/PID/fd leads to them."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, size_bytes)
+    return fd
 
 
 def _shmem_takes_advice() -> bool:
