@@ -58,6 +58,11 @@ class Commits:
         batch.delete.append((namespace, key))
         self._wake.set()
 
+    def pin(self, namespace: int, key: bytes, until_ns: int | None) -> None:
+        """A chunk's pin ends then, or it has none any more. Tried again until it succeeds, or is asked otherwise."""
+        self._round.batch.pins[namespace, key] = until_ns
+        self._wake.set()
+
     def used(self, last_used_ns: int, hits: int, namespace: int, key: bytes) -> None:
         """A chunk was loaded. Goes with the next transaction, whenever that is."""
         self._round.batch.used.append((last_used_ns, hits, namespace, key))
@@ -114,4 +119,5 @@ class Commits:
         batch.delete[:0] = failed.batch.delete
         batch.used[:0] = failed.batch.used
         batch.namespaces[:0] = failed.batch.namespaces
+        batch.pins = failed.batch.pins | batch.pins
         self._round.extents[:0] = failed.extents

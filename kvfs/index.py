@@ -37,11 +37,16 @@ CREATE TABLE chunks (
 ) WITHOUT ROWID;
 PRAGMA user_version = {VERSION};
 """
+_ADDITIONS = """
+CREATE TABLE IF NOT EXISTS pins (namespace INTEGER, key BLOB, until_ns INTEGER, PRIMARY KEY (namespace, key)) WITHOUT ROWID;
+"""
+"""Tables that an index of an earlier kvfs lacks, and that an earlier kvfs does not look at: no new version."""
 _NAMESPACES = "SELECT number, directory, document, created_ns FROM namespaces"
 _CHUNKS = (
     "SELECT namespace, key, parent, position, num_tokens, offset, length, created_ns, last_used_ns, hits"
     " FROM chunks ORDER BY position"
 )
+_PINS = "SELECT namespace, key, until_ns FROM pins"
 
 
 class NamespaceRow(NamedTuple):
@@ -68,6 +73,14 @@ class ChunkRow(NamedTuple):
     hits: int
 
 
+class PinRow(NamedTuple):
+    """A pinned chunk, and when the pin ends in nanoseconds since the epoch."""
+
+    namespace: int
+    key: bytes
+    until_ns: int
+
+
 @dataclass(slots=True)
 class Batch:
     """What one transaction changes.
@@ -76,15 +89,17 @@ class Batch:
         put: chunks that became clean; delete: (namespace, key) of chunks that are gone.
         used: (last_used_ns, hits, namespace, key) of chunks that were loaded.
         namespaces: new ones.
+        pins: by (namespace, key) when the chunk's pin ends, nanoseconds since the epoch; None: it has none any more.
     """
 
     put: list[ChunkRow] = field(default_factory=list)
     delete: list[tuple[int, bytes]] = field(default_factory=list)
     used: list[tuple[int, int, int, bytes]] = field(default_factory=list)
     namespaces: list[NamespaceRow] = field(default_factory=list)
+    pins: dict[tuple[int, bytes], int | None] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.put or self.delete or self.used or self.namespaces)
+        return bool(self.put or self.delete or self.used or self.namespaces or self.pins)
 
 
 class Index:
@@ -116,6 +131,10 @@ class Index:
         """All chunks, parents before children. What is true of `namespaces` is true here."""
         return [ChunkRow(*row) for row in self._connection.execute(_CHUNKS)]
 
+    def pins(self) -> list[PinRow]:
+        """All pins, those that ended meanwhile too. What is true of `namespaces` is true here."""
+        return [PinRow(*row) for row in self._connection.execute(_PINS)]
+
     def commit(self, batch: Batch) -> None:
         """Carry out a batch; durable when it returns. Raises sqlite3.Error, and then nothing of it was done."""
         connection = self._connection
@@ -127,6 +146,10 @@ class Index:
             connection.executemany(
                 "UPDATE chunks SET last_used_ns = ?, hits = ? WHERE namespace = ? AND key = ?", batch.used
             )
+            ended = [place for place, until_ns in batch.pins.items() if until_ns is None]
+            connection.executemany("DELETE FROM pins WHERE namespace = ? AND key = ?", ended)
+            pins = [(*place, until_ns) for place, until_ns in batch.pins.items() if until_ns is not None]
+            connection.executemany("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", pins)
 
     def close(self) -> None:
         """Close it."""
@@ -149,7 +172,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 def _create(path: Path, volume_identity: bytes) -> sqlite3.Connection:
     connection = _connect(path)
     path.chmod(0o600)
-    connection.executescript("BEGIN;" + _SCHEMA + "COMMIT;")
+    connection.executescript("BEGIN;" + _SCHEMA + _ADDITIONS + "COMMIT;")
     connection.execute("INSERT INTO facts VALUES ('volume', ?)", (volume_identity,))
     return connection
 
@@ -168,7 +191,8 @@ def _open_present(path: Path, volume_identity: bytes) -> sqlite3.Connection | No
         row = connection.execute("SELECT value FROM facts WHERE name = 'volume'").fetchone()
         if row is None or row[0] != volume_identity:
             raise FormatError("it belongs to another volume")
-        for query in (_NAMESPACES, _CHUNKS):
+        connection.executescript(_ADDITIONS)
+        for query in (_NAMESPACES, _CHUNKS, _PINS):
             connection.execute(query).fetchone()  # a damaged schema may lack a column
         return connection
     except (

@@ -17,8 +17,9 @@ from kvfs.chunk import geometry
 from kvfs.commits import Commits
 from kvfs.errors import CorruptChunk, FormatError, UsageError
 from kvfs.extents import ExtentAllocator
-from kvfs.index import ChunkRow, Index
+from kvfs.index import ChunkRow, Index, PinRow
 from kvfs.keys import KEY_BYTES, Key
+from kvfs.pins import FOREVER
 from kvfs.residency import Residency
 from kvfs.tiers.nvme import NvmeTier, check_header
 from kvfs.volume import SUPERBLOCK_BYTES, aligned_buffer
@@ -41,6 +42,7 @@ def recover(residency: Residency, nvme: NvmeTier, commits: Commits, index: Index
         )
         needed_ns = _last_needed(chunks)
         chunks.sort(key=lambda chunk: (needed_ns.get(chunk, chunk.last_used_ns), -chunk.position))
+        _recover_pins(residency, commits, index.pins(), tables)
         for chunk in chunks:
             nvme.policy.insert(chunk)
     finally:
@@ -83,6 +85,19 @@ def _recover_chunks(
         yield chunk
 
 
+def _recover_pins(
+    residency: Residency, commits: Commits, rows: Iterable[PinRow], tables: dict[int, ChunkTable]
+) -> None:
+    """Pin what was pinned. A pin that ended meanwhile is ended like any other; one whose chunk was lost goes with it."""
+    for row in rows:
+        table = tables.get(row.namespace)
+        chunk = table.chunks.get(Key(row.key)) if table is not None and _is_key(row.key) else None
+        if chunk is not None and _is_end(row.until_ns):
+            residency.pins.pin(chunk, row.until_ns)
+        else:
+            commits.pin(row.namespace, row.key, None)
+
+
 def _last_needed(chunks: Iterable[Chunk]) -> dict[Chunk, int]:
     """For chunks on which something was built that was used later than they: when that was. So leaves go first."""
     found: dict[Chunk, int] = {}
@@ -110,6 +125,10 @@ def _fits(row: ChunkRow, table: ChunkTable, capacity: int) -> bool:
 def _is_key(value: object) -> bool:
     """SQLite stores any type in any column."""
     return isinstance(value, bytes) and len(value) == KEY_BYTES
+
+
+def _is_end(value: object) -> bool:
+    return isinstance(value, int) and 0 < value <= FOREVER
 
 
 def _resolve_overlaps(residency: Residency, nvme: NvmeTier, chunks: list[Chunk]) -> list[Chunk]:

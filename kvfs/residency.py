@@ -6,7 +6,8 @@ somebody still reads them. The transfers themselves are elsewhere (`promotion`, 
 Invariants, between any two awaits:
 * a visible chunk has an extent in at least one tier, or is being given one by the task that made it;
 * the extents of a leased chunk are neither reused nor written;
-* an extent of the volume is free only if no committed row of the index names it.
+* an extent of the volume is free only if no committed row of the index names it;
+* what is pinned, or has to stay for the sake of what is, is not evicted from the lowest tier.
 
 Concurrency: belongs to the event loop's thread. Only `reserve_nvme` and `settle` wait; what they return is true when
 they return and must be used before the next await.
@@ -24,7 +25,8 @@ from kvfs.commits import Commits
 from kvfs.errors import UnavailableError
 from kvfs.ghosts import Ghost, Ghosts
 from kvfs.metrics import Counters, EventLog
-from kvfs.policies import Policy
+from kvfs.pins import Pins
+from kvfs.policies import Holding, Policy
 from kvfs.prefixes import PrefixDirectory
 from kvfs.system import System
 from kvfs.tiers.nvme import NvmeTier
@@ -41,7 +43,7 @@ class Residency:
     """The catalog and the tiers, kept in step.
 
     Attributes: catalog, ram, nvme (None for a RAM cache), commits (None likewise), counters, events;
-    ghosts: what is remembered of chunks that went; num_leases: holds on all chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes.
+    pins: what must stay in the lowest tier; ghosts: what is remembered of chunks that went; num_leases: holds on all chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes.
     """
 
     def __init__(
@@ -60,6 +62,10 @@ class Residency:
         self.counters = counters
         self.events = events
         self.ghosts = Ghosts()
+        self.pins = Pins(self._held_changed)
+        self.lowest = nvme or ram  # from which nothing comes back
+        self._order: Holding[Chunk] = Holding(self.lowest.policy, self.pins.is_held)
+        self.lowest.policy = self._order
         self.observers: list[Observer] = []
         self._system = system
         self.num_leases = 0
@@ -91,7 +97,9 @@ class Residency:
     # coming and going
 
     def tell(self, change: Change, chunk: Chunk, directory: PrefixDirectory[Chunk] | None) -> None:
-        """Tell the observers."""
+        """Tell the observers, and the pins before them."""
+        if change == "published":
+            self.pins.added(chunk)
         for observer in self.observers:
             observer(change, chunk, directory)
 
@@ -107,11 +115,19 @@ class Residency:
         if self.nvme is not None:
             self.nvme.policy.remove(chunk)
         directory = self.catalog.discard(chunk)
+        if self.pins.removed(chunk) and self.commits is not None:
+            self.commits.pin(chunk.table.number, chunk.key, None)
         self.ghosts.add(chunk.table.directory, chunk.key, Ghost(self._system.time_ns(), why, chunk.hits))
         self.events.append(why, namespace=chunk.table.directory, key=chunk.key.hex())
         self.tell("removed", chunk, directory)
         if not chunk.leases:
             self._give_back(chunk)
+
+    def _held_changed(self, chunk: Chunk, is_held: bool) -> None:
+        if is_held:
+            self._order.hold(chunk)
+        else:
+            self._order.let_go(chunk)
 
     def _demote_descendants(self, chunk: Chunk) -> None:
         for orphan in chunk.table.prefixes.descendants(chunk):
@@ -153,7 +169,9 @@ class Residency:
     def _may_leave_ram(self, chunk: Chunk) -> bool:
         if chunk.leases:
             return False
-        return chunk.nvme != NOWHERE or self.nvme is None or self.nvme.is_degraded
+        if chunk.nvme != NOWHERE:
+            return True
+        return not self.pins.is_held(chunk) and (self.nvme is None or self.nvme.is_degraded)
 
     def _evict_from_ram(self, chunk: Chunk) -> None:
         self.counters.evictions_ram += 1

@@ -25,6 +25,7 @@ from kvfs.errors import CorruptChunk, UnavailableError, UsageError
 from kvfs.index import NamespaceRow
 from kvfs.intake import Handed, Reservation, receive
 from kvfs.keys import ChainHash, Key, key_of
+from kvfs.limits import Limits
 from kvfs.messages import NewChunk, StoreStatus, Tier
 from kvfs.metrics import Counters, render
 from kvfs.namespace import Namespace
@@ -44,7 +45,7 @@ _MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and st
 
 
 class Store:
-    """See the module. Attributes: settings, catalog, counters, events, arena, volume (None for a RAM cache)."""
+    """See the module. Attributes: settings, catalog, counters, events, arena, volume (None for a RAM cache), limits."""
 
     def __init__(
         self, settings: Settings, system: System, residency: Residency, nursery: trio.Nursery, volume: Volume | None
@@ -55,6 +56,7 @@ class Store:
         self.arena = residency.ram.arena
         self.counters = residency.counters
         self.events = residency.events
+        self.limits = Limits(residency, system)
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self._used: set[Chunk] = set()
@@ -355,6 +357,8 @@ class Store:
             num_dirty=self._writer.num_dirty if self._writer else 0,
             num_leases=self._residency.num_leases,
             num_ghosts=len(self._residency.ghosts),
+            num_pinned=len(self._residency.pins),
+            held_bytes=self._residency.pins.held_bytes,
             ram=TierStatistics(ram.extents.capacity, ram.extents.used_bytes, len(ram.policy), self.arena.kind),
             nvme=TierStatistics(
                 nvme.extents.capacity, nvme.extents.used_bytes, len(nvme.policy),
@@ -386,6 +390,7 @@ class Store:
         async def live() -> None:
             with life:
                 async with trio.open_nursery() as inner:
+                    inner.start_soon(self.limits.run)
                     if self._writer is not None and self._residency.commits is not None:
                         inner.start_soon(self._residency.commits.run)
                         inner.start_soon(self._writer.run)

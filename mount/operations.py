@@ -48,7 +48,7 @@ from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations, Place
 from kvfs.mount.tier_work import TierWork
 from kvfs.mount.tree import SECTOR_BYTES, TIMEOUT_S, Fixed, Node, Role, Tree, is_directory, is_growing
-from kvfs.mount.xattrs import XATTRS, Xattrs
+from kvfs.mount.xattrs import PREFIX, Xattrs
 from kvfs.prefixes import PrefixDirectory
 from kvfs.residency import Change
 from kvfs.store import Store
@@ -274,27 +274,36 @@ class Operations(GuardedOperations):
     # extended attributes
 
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
-        if name not in XATTRS:
+        own = _own_xattr(name)
+        if own is None:
             # `ls -l` asks for ACLs; told that there are none here at all, it asks once and not for every file
             # (90 against 8 µs a file).
             raise FUSEError(pyfuse3.ENOATTR if name.startswith(b"user.") else errno.ENOTSUP)
         node = self._node(inode)
-        if not isinstance(node, Chunk) or node.is_removed:
+        if own == "checksum" and isinstance(node, Chunk) and not node.is_removed:
+            checksum = self._xattrs.checksum_nowait(node)
+            if checksum is not None:
+                return checksum
+            return await self._tier.run(node, lambda: self._xattrs.read_checksum(node))
+        value = self._xattrs.value_nowait(node, own)
+        if value is None:
             raise FUSEError(pyfuse3.ENOATTR)
-        value = self._xattrs.value_nowait(node, name)
-        if value is not None:
-            return value
-        return await self._tier.run(node, lambda: self._xattrs.read_checksum(node))
+        return value.encode()
 
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
-        node = self._node(inode)
-        return list(XATTRS) if isinstance(node, Chunk) and not node.is_removed else []
+        return [(PREFIX + name).encode() for name in self._xattrs.names(self._node(inode))]
 
     async def setxattr(self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext) -> None:
-        raise FUSEError(errno.ENOTSUP)
+        await self._change_xattr(inode, name, value)
 
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
-        raise FUSEError(errno.ENOTSUP)
+        await self._change_xattr(inode, name, None)
+
+    async def _change_xattr(self, inode: InodeT, name: XAttrNameT, value: bytes | None) -> None:
+        own = _own_xattr(name)
+        if own is None:
+            raise FUSEError(errno.ENOTSUP)
+        await self._tier.run(None, self._xattrs.change(self._node(inode), own, value))
 
     # what cannot be done: chunks are immutable, and stored through the session
 
@@ -371,6 +380,12 @@ class Operations(GuardedOperations):
         self._next_handle += 1
         self._open[handle] = opened
         return handle
+
+
+def _own_xattr(name: bytes) -> str | None:
+    """The name of one of our attributes without its prefix."""
+    text = name.decode("ascii", "replace")
+    return text.removeprefix(PREFIX) if text.startswith(PREFIX) else None
 
 
 def _read_only(name: bytes) -> FUSEError:

@@ -55,7 +55,7 @@ class Role(enum.Enum):
 
 _DIRECTORIES = frozenset({Role.ROOT, Role.CONTROL, Role.NAMESPACE, Role.CHUNKS, Role.PREFIXES})
 DIRECTORY_MODE = stat.S_IFDIR | 0o750
-CHUNK_MODE = stat.S_IFREG | 0o440
+CHUNK_MODE = stat.S_IFREG | 0o640  # immutable all the same; who may not write may not set attributes either
 FILE_MODE = stat.S_IFREG | 0o440
 LINK_MODE = stat.S_IFLNK | 0o777  # the mode of a link is never looked at, symlink(7)
 

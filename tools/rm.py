@@ -23,11 +23,12 @@ import typer
 
 from kvfs.chunk import SUFFIX
 from kvfs.config import format_size
+from kvfs.durations import parse_duration
 from kvfs.errors import KvfsError, UnavailableError, UsageError
 from kvfs.tools import listing, mounted, progress
 from kvfs.tools.mounted import Beat
 from kvfs.tools.progress import Track
-from kvfs.tools.words import format_count, parse_duration
+from kvfs.tools.words import format_count
 
 EXAMPLES = """
 kvfs rm /mnt/kvfs SmolLM2 '0a1b2c3d*/4e5f6a7b*'

@@ -44,13 +44,14 @@ from hypothesis.stateful import (
 from kvfs import keys
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.chunk import Facts, Geometry, build_header, geometry
-from kvfs.errors import UnavailableError
+from kvfs.errors import CapacityError, UnavailableError
 from kvfs.index import FILE_NAME as INDEX
 from kvfs.intake import Handed, Reservation, WindowSlot
 from kvfs.keys import ChainHash, Key, KeyChain
 from kvfs.messages import NewChunk, StoreStatus, Tier
 from kvfs.namespace import Namespace
 from kvfs.opening import open_store
+from kvfs.pins import FOREVER
 from kvfs.promotion import Promotion
 from kvfs.testing import LosingSystem, checksums_of, payload_of, settings_in, sized_namespace
 from kvfs.volume import FILE_NAME as VOLUME
@@ -60,6 +61,7 @@ STORED, EXISTS, REFUSED, BAD = StoreStatus.STORED, StoreStatus.EXISTS, StoreStat
 
 RAM_BYTES = 2 << 20
 VOLUME_BYTES = (3 << 20, 5 << 20, 12 << 20, None)
+HOLDS_ALL_BYTES = 12 << 20
 STEPS_OF_A_LIFE = 15
 """After so many the store may be restarted; hypothesis would choose to do it all the time."""
 HANGS_AFTER_S = 30.0
@@ -112,6 +114,7 @@ NODES = [
     ]
 ]  # fmt: skip
 NODE_AT = {(node.namespace, node.key): node for node in NODES}
+EVENTS = frozenset({"namespace", "publish", "rm", "evict", "degraded", "recovered", "pin", "pin_refused", "unpin"})
 
 
 @dataclass(eq=False)
@@ -129,11 +132,12 @@ class Hold:
 class Model:
     """What the test knows of one run of the store.
 
-    Attributes: visible; known: every chunk that was ever visible; evicted: those whose eviction may not be durable yet;
+    Attributes: visible; pinned; known: every chunk that was ever visible; evicted: those whose eviction may not be durable yet;
     reservations, holds: what the test has to give back; promotions: those that had not ended when last looked at.
     """
 
     visible: set[Node] = field(default_factory=set)
+    pinned: set[Node] = field(default_factory=set)
     known: set[Chunk] = field(default_factory=set)
     evicted: set[Node] = field(default_factory=set)
     reservations: list[tuple[Node, Reservation]] = field(default_factory=list)
@@ -144,6 +148,17 @@ class Model:
     num_evictions: int = 0
     num_steps: int = 0
     was_degraded: bool = False
+
+    @property
+    def held(self) -> set[Node]:
+        """What is pinned, and what of its chain is stored without a gap."""
+        held = set()
+        for node in self.pinned:
+            above: Node | None = node
+            while above in self.visible:
+                held.add(above)
+                above = NODE_AT.get((above.namespace, Key(above.new.parent)))
+        return held
 
 
 class Loop:
@@ -316,7 +331,8 @@ class StoreMachine(RuleBasedStateMachine):
         nvme = self.store.statistics().nvme
         must_be_clean = nvme is not None and not nvme.is_degraded
         for chunk in self.store.catalog.chunks():
-            assert chunk.ram == NOWHERE or chunk.leases or (must_be_clean and chunk.is_dirty), chunk
+            is_kept = self.store._residency.pins.is_held(chunk) and (nvme is None or chunk.is_dirty)
+            assert chunk.ram == NOWHERE or chunk.leases or is_kept or (must_be_clean and chunk.is_dirty), chunk
 
     async def _do_publish(self, taken: Sequence[tuple[Node, Reservation]], bad: int = -1) -> list[StoreStatus]:
         """Publish all at once, number `bad` with wrong bytes, as a session does it."""
@@ -562,6 +578,38 @@ class StoreMachine(RuleBasedStateMachine):
 
         self.loop.run(work)
 
+    # pins
+
+    @rule(nodes=st.lists(a_node, min_size=1, max_size=3))
+    def pin(self, nodes: list[Node]) -> None:
+        """Those of them that are there. When it returns they are pinned for good."""
+
+        async def work() -> None:
+            self._do_take_events()
+            found = [node for node in nodes if node in self.model.visible]
+            before = self.model.pinned
+            self.model.pinned = before.union(found)
+            size = sum(node.geo.file_bytes for node in self.model.held)
+            lowest = self.store.capacity().total_bytes
+            try:
+                await self.store.limits.pin([chunk for node in found if (chunk := self._chunk(node))], FOREVER)
+            except CapacityError:
+                assert size > lowest * 3 // 4
+                self.model.pinned = before
+
+        self.loop.run(work)
+
+    @rule(nodes=st.lists(a_node, min_size=1, max_size=8))
+    def unpin(self, nodes: list[Node]) -> None:
+        self.loop.run(lambda: self._do_unpin(nodes))
+
+    async def _do_unpin(self, nodes: Sequence[Node]) -> None:
+        self._do_take_events()
+        number = len(self.model.pinned.intersection(nodes))
+        self.model.pinned.difference_update(nodes)
+        chunks = [chunk for node in dict.fromkeys(nodes) if (chunk := self._chunk(node)) is not None]
+        assert await self.store.limits.unpin(chunks) == number
+
     # all at once
 
     @rule(storing=some_nodes, removing=st.lists(a_node, max_size=2), loading=some_nodes, reading=some_nodes)
@@ -635,6 +683,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _flush(self) -> None:
         async def work() -> None:
+            if self.nvme != HOLDS_ALL_BYTES:  # there might never be a gap between what is held
+                await self._do_unpin(NODES)
             while any(promotion.num_left for promotion in self.model.promotions):
                 await trio.lowlevel.checkpoint()  # their leases may be the last of removed chunks
             assert await self.store.flush(1e9)
@@ -657,7 +707,9 @@ class StoreMachine(RuleBasedStateMachine):
         self._close()
         self._do_take_events()
         before = {node: chunk.hits for node in self.model.visible if (chunk := self._chunk(node))}
+        pinned = self.model.pinned
         self._open()
+        self.model.pinned = pinned & self.model.visible
         assert self.model.visible == (set(before) if self.nvme else set())
         for node in self.model.visible:
             chunk = self._chunk(node)
@@ -673,11 +725,13 @@ class StoreMachine(RuleBasedStateMachine):
             self.flush(1)
         self._check()
         to = self.root / str(next(self.lives))
+        pinned = set(self.model.pinned)
         clean, visible, may_return = self.loop.run(lambda: self._do_crash(to))
         self._close()
         shutil.rmtree(self.directory)
         self.directory = to
         self._open()
+        self.model.pinned = pinned & self.model.visible
         assert clean <= self.model.visible <= visible | may_return
         if is_flushed and self.nvme:
             assert self.model.visible == visible
@@ -733,12 +787,13 @@ class StoreMachine(RuleBasedStateMachine):
         removed = set()
         for event in map(json.loads, raw.splitlines()):
             kind = event["event"]
-            assert kind in ("namespace", "publish", "rm", "evict", "degraded", "recovered"), event
+            assert kind in EVENTS, event
             if kind == "degraded":
                 model.was_degraded = True
             if "key" not in event:
                 continue
             node = NODE_AT[self.numbers[event["namespace"]], Key(bytes.fromhex(event["key"]))]
+            was_held = model.held
             if kind == "publish":
                 assert node not in model.visible
                 model.visible.add(node)
@@ -746,7 +801,9 @@ class StoreMachine(RuleBasedStateMachine):
             model.visible.remove(node)
             if kind == "rm":
                 removed.add(node)
+                model.pinned.discard(node)
             else:
+                assert node not in was_held, f"{node} was evicted though it was held"
                 model.evicted.add(node)
                 model.num_evictions += 1
         for hold in model.holds:
@@ -755,6 +812,11 @@ class StoreMachine(RuleBasedStateMachine):
                 hold.was_removed = True
         found = {self._node_of(chunk) for chunk in self.store.catalog.chunks()}
         assert found == model.visible
+        pinned = {node for node in found if (chunk := self._chunk(node)) and self.store.limits.end_of_pin(chunk)}
+        assert pinned == model.pinned
+        statistics = self.store.statistics()
+        assert statistics.num_pinned == len(pinned)
+        assert statistics.held_bytes == sum(node.geo.file_bytes for node in model.held)
         counters = self.store.counters
         if self.nvme and not model.was_degraded:
             assert counters.evictions_nvme == model.num_evictions
@@ -808,7 +870,7 @@ class StoreMachine(RuleBasedStateMachine):
 COMMON = settings(
     deadline=None, print_blob=True, suppress_health_check=list(HealthCheck), phases=set(Phase) - {Phase.explain}
 )
-EXPECTED = pytest.mark.expect_log("writing to NVMe|could not be read")
+EXPECTED = pytest.mark.expect_log("writing to NVMe|could not be read|a pin was refused")
 
 
 def play(directory: Path, how: settings) -> None:

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from kvfs.client import Client
+from kvfs.durations import parse_duration
 from kvfs.errors import UsageError
 from kvfs.keys import KeyChain, root
 from kvfs.tools import rm
-from kvfs.tools.words import parse_duration
 
 from .conftest import DEADLINE_S, KVFS, NAMESPACE, Mount, kvfs, store, wait_for
 
