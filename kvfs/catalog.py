@@ -106,7 +106,8 @@ class ChunkTable:
         chunks: by key.
         prefixes: the same chunks as a tree.
         created_ns: when the namespace was first seen.
-        number: its row in the index, 0 before it has one.
+        number: its row in the index, 0 before it has one; never given to another.
+        num_sessions: clients that are attached to it now; num_attached: how often it was attached to.
     """
 
     def __init__(self, namespace: Namespace, created_ns: int, inodes: Iterator[int]) -> None:
@@ -115,6 +116,8 @@ class ChunkTable:
         self.chunks: dict[Key, Chunk] = {}
         self.created_ns = created_ns
         self.number = 0
+        self.num_sessions = 0
+        self.num_attached = 0
         self._lengths: dict[int, int] = {}
         self.prefixes: PrefixTree[Chunk] = PrefixTree(self.directory, self.chunks, inodes)
 
@@ -148,6 +151,10 @@ class Catalog:
         elif table.namespace != namespace:
             raise UsageError(f"namespace {namespace.directory} is stored with another chunk layout")
         return table
+
+    def forget(self, table: ChunkTable) -> None:
+        """Take a table without chunks out of sight."""
+        del self.tables[table.directory]
 
     def create(
         self, table: ChunkTable, key: Key, parent: Key, position: int, num_tokens: int, created_ns: int

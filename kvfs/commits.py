@@ -72,6 +72,11 @@ class Commits:
         self._round.batch.namespaces.append(row)
         self._wake.set()
 
+    def remove_namespace(self, number: int) -> None:
+        """A namespace is gone, with all that was said of it. Tried again until it succeeds."""
+        self._round.batch.removed.append(number)
+        self._wake.set()
+
     def free_later(self, offset: int, length: int) -> None:
         """Free an extent once no durable row can name it."""
         self._round.extents.append((offset, length))
@@ -119,5 +124,6 @@ class Commits:
         batch.delete[:0] = failed.batch.delete
         batch.used[:0] = failed.batch.used
         batch.namespaces[:0] = failed.batch.namespaces
+        batch.removed[:0] = failed.batch.removed
         batch.pins = failed.batch.pins | batch.pins
         self._round.extents[:0] = failed.extents

@@ -88,7 +88,7 @@ class Batch:
     Attributes:
         put: chunks that became clean; delete: (namespace, key) of chunks that are gone.
         used: (last_used_ns, hits, namespace, key) of chunks that were loaded.
-        namespaces: new ones.
+        namespaces: new ones; removed: numbers of those that are gone.
         pins: by (namespace, key) when the chunk's pin ends, nanoseconds since the epoch; None: it has none any more.
     """
 
@@ -96,10 +96,11 @@ class Batch:
     delete: list[tuple[int, bytes]] = field(default_factory=list)
     used: list[tuple[int, int, int, bytes]] = field(default_factory=list)
     namespaces: list[NamespaceRow] = field(default_factory=list)
+    removed: list[int] = field(default_factory=list)
     pins: dict[tuple[int, bytes], int | None] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.put or self.delete or self.used or self.namespaces or self.pins)
+        return bool(self.put or self.delete or self.used or self.namespaces or self.removed or self.pins)
 
 
 class Index:
@@ -140,6 +141,9 @@ class Index:
         connection = self._connection
         with connection:
             connection.execute("BEGIN IMMEDIATE")
+            for table, column in (("namespaces", "number"), ("chunks", "namespace"), ("pins", "namespace")):
+                removed = [(number,) for number in batch.removed]
+                connection.executemany(f"DELETE FROM {table} WHERE {column} = ?", removed)
             connection.executemany("INSERT OR REPLACE INTO namespaces VALUES (?, ?, ?, ?)", batch.namespaces)
             connection.executemany("DELETE FROM chunks WHERE namespace = ? AND key = ?", batch.delete)
             connection.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", batch.put)

@@ -60,6 +60,7 @@ class Store:
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self._used: set[Chunk] = set()
+        self._last_number = 0  # of a namespace
         self._looked_at: set[ChunkTable] = set()  # whether their chunks fit
         self._promoter: Promoter | None = None
         self._writer: WriteBehind | None = None
@@ -95,8 +96,10 @@ class Store:
         if not is_known and len(tables) >= _MAX_NAMESPACES:
             raise UsageError(f"there are {_MAX_NAMESPACES} namespaces already, and no more are taken")
         table = self.catalog.table(namespace, self.system.time_ns())
+        table.num_attached += 1
         if not is_known:
-            table.number = 1 + max((other.number for other in tables.values()), default=0)
+            self._last_number = 1 + max(self._last_number, *(other.number for other in tables.values()))
+            table.number = self._last_number
             if self._residency.commits is not None:
                 document = namespaces.encode(namespace)
                 row = NamespaceRow(table.number, table.directory, document, table.created_ns)
@@ -104,6 +107,20 @@ class Store:
             self.events.append("namespace", namespace=table.directory)
         self._check_sizes(table)
         return table
+
+    def remove_namespace(self, table: ChunkTable) -> None:
+        """Forget a namespace that holds no chunks and that nobody is attached to; nothing waits, see `settle`."""
+        assert not table.chunks
+        assert not table.num_sessions
+        self.catalog.forget(table)
+        self._looked_at.discard(table)
+        self.events.append("namespace_removed", namespace=table.directory)
+        if self._residency.commits is not None:
+            self._residency.commits.remove_namespace(table.number)
+
+    async def settle(self) -> None:
+        """Wait until what was removed so far is gone for good. Raises UnavailableError if it may not be."""
+        await self._residency.settle()
 
     # finding and loading
 

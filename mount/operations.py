@@ -237,6 +237,8 @@ class Operations(GuardedOperations):
 
     async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
         chunk = self.tree.chunk_to_unlink(self._node(parent_inode), name)
+        if chunk is None:
+            return
         self._unlinking[chunk.inode] = (parent_inode, name)
         try:
             await self._tier.run(chunk, lambda: self._store.remove([chunk], "rm"))
@@ -244,7 +246,10 @@ class Operations(GuardedOperations):
             self._unlinking.pop(chunk.inode, None)
 
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        self.tree.remove_directory(self._node(parent_inode), name)
+        table = self.tree.remove_directory(self._node(parent_inode), name)
+        if table is not None:
+            self._store.remove_namespace(table)  # before anybody can attach to it
+            await self._tier.run(None, self._store.settle)
 
     def changed(self, kind: Change, chunk: Chunk, directory: PrefixDirectory[Chunk] | None) -> None:
         """A chunk was removed, or moved out of `directory`: the kernel must not go on serving its old names."""
