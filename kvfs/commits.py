@@ -15,7 +15,7 @@ from collections.abc import Callable
 import trio
 
 from kvfs.errors import UnavailableError
-from kvfs.index import Batch, ChunkRow, Index, NamespaceRow
+from kvfs.index import Batch, ChunkRow, Index, LimitRow, NamespaceRow
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,11 @@ class Commits:
         self._round.batch.namespaces.append(row)
         self._wake.set()
 
+    def limit(self, row: LimitRow) -> None:
+        """What a namespace may be. Tried again until it succeeds, or is asked otherwise."""
+        self._round.batch.limits[row.namespace] = row
+        self._wake.set()
+
     def remove_namespace(self, number: int) -> None:
         """A namespace is gone, with all that was said of it. Tried again until it succeeds."""
         self._round.batch.removed.append(number)
@@ -126,4 +131,5 @@ class Commits:
         batch.namespaces[:0] = failed.batch.namespaces
         batch.removed[:0] = failed.batch.removed
         batch.pins = failed.batch.pins | batch.pins
+        batch.limits = failed.batch.limits | batch.limits
         self._round.extents[:0] = failed.extents

@@ -39,6 +39,7 @@ PRAGMA user_version = {VERSION};
 """
 _ADDITIONS = """
 CREATE TABLE IF NOT EXISTS pins (namespace INTEGER, key BLOB, until_ns INTEGER, PRIMARY KEY (namespace, key)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS limits (namespace INTEGER PRIMARY KEY, quota_bytes INTEGER, max_age_ns INTEGER);
 """
 """Tables that an index of an earlier kvfs lacks, and that an earlier kvfs does not look at: no new version."""
 _NAMESPACES = "SELECT number, directory, document, created_ns FROM namespaces"
@@ -47,6 +48,7 @@ _CHUNKS = (
     " FROM chunks ORDER BY position"
 )
 _PINS = "SELECT namespace, key, until_ns FROM pins"
+_LIMITS = "SELECT namespace, quota_bytes, max_age_ns FROM limits"
 
 
 class NamespaceRow(NamedTuple):
@@ -81,6 +83,14 @@ class PinRow(NamedTuple):
     until_ns: int
 
 
+class LimitRow(NamedTuple):
+    """What a namespace may be: bytes, and nanoseconds since the last use of its chunks; None: without limit."""
+
+    namespace: int
+    quota_bytes: int | None
+    max_age_ns: int | None
+
+
 @dataclass(slots=True)
 class Batch:
     """What one transaction changes.
@@ -90,6 +100,7 @@ class Batch:
         used: (last_used_ns, hits, namespace, key) of chunks that were loaded.
         namespaces: new ones; removed: numbers of those that are gone.
         pins: by (namespace, key) when the chunk's pin ends, nanoseconds since the epoch; None: it has none any more.
+        limits: by namespace.
     """
 
     put: list[ChunkRow] = field(default_factory=list)
@@ -98,9 +109,10 @@ class Batch:
     namespaces: list[NamespaceRow] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)
     pins: dict[tuple[int, bytes], int | None] = field(default_factory=dict)
+    limits: dict[int, LimitRow] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.put or self.delete or self.used or self.namespaces or self.removed or self.pins)
+        return any(getattr(self, name) for name in self.__slots__)
 
 
 class Index:
@@ -136,14 +148,19 @@ class Index:
         """All pins, those that ended meanwhile too. What is true of `namespaces` is true here."""
         return [PinRow(*row) for row in self._connection.execute(_PINS)]
 
+    def limits(self) -> list[LimitRow]:
+        """The limits of all namespaces. What is true of `namespaces` is true here."""
+        return [LimitRow(*row) for row in self._connection.execute(_LIMITS)]
+
     def commit(self, batch: Batch) -> None:
         """Carry out a batch; durable when it returns. Raises sqlite3.Error, and then nothing of it was done."""
         connection = self._connection
         with connection:
             connection.execute("BEGIN IMMEDIATE")
-            for table, column in (("namespaces", "number"), ("chunks", "namespace"), ("pins", "namespace")):
-                removed = [(number,) for number in batch.removed]
-                connection.executemany(f"DELETE FROM {table} WHERE {column} = ?", removed)
+            removed = [(number,) for number in batch.removed]
+            connection.executemany("DELETE FROM namespaces WHERE number = ?", removed)
+            for table in ("chunks", "pins", "limits"):
+                connection.executemany(f"DELETE FROM {table} WHERE namespace = ?", removed)
             connection.executemany("INSERT OR REPLACE INTO namespaces VALUES (?, ?, ?, ?)", batch.namespaces)
             connection.executemany("DELETE FROM chunks WHERE namespace = ? AND key = ?", batch.delete)
             connection.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", batch.put)
@@ -154,6 +171,7 @@ class Index:
             connection.executemany("DELETE FROM pins WHERE namespace = ? AND key = ?", ended)
             pins = [(*place, until_ns) for place, until_ns in batch.pins.items() if until_ns is not None]
             connection.executemany("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", pins)
+            connection.executemany("INSERT OR REPLACE INTO limits VALUES (?, ?, ?)", batch.limits.values())
 
     def close(self) -> None:
         """Close it."""
@@ -196,7 +214,7 @@ def _open_present(path: Path, volume_identity: bytes) -> sqlite3.Connection | No
         if row is None or row[0] != volume_identity:
             raise FormatError("it belongs to another volume")
         connection.executescript(_ADDITIONS)
-        for query in (_NAMESPACES, _CHUNKS, _PINS):
+        for query in (_NAMESPACES, _CHUNKS, _PINS, _LIMITS):
             connection.execute(query).fetchone()  # a damaged schema may lack a column
         return connection
     except (

@@ -1,4 +1,8 @@
-"""Limits: what a person has said of chunks and namespaces, made durable and kept to. So far: pins.
+"""Limits: what a person has said of chunks and namespaces, made durable and kept to: pins, quotas, ages.
+
+A quota bounds the bytes of a namespace's chunk files. A store beyond it evicts the namespace's own least worthy chunks,
+or is refused at once. An age bounds how long a chunk may lie unused; it counts as used when anything built on it was.
+What is pinned, or held by a client, stays in either case.
 
 Concurrency: belongs to the event loop's thread. Methods that are `async` return when what was asked for is durable; it
 is in force before.
@@ -9,13 +13,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from weakref import WeakKeyDictionary
 
 import trio
 
-from kvfs.catalog import Chunk
+from kvfs.catalog import Chunk, ChunkTable
 from kvfs.config import format_size
 from kvfs.durations import NS
-from kvfs.errors import CapacityError
+from kvfs.errors import CapacityError, UnavailableError, UsageError
+from kvfs.index import LimitRow
+from kvfs.keys import Key
 from kvfs.pins import FOREVER
 from kvfs.residency import Residency
 from kvfs.system import System
@@ -25,6 +32,9 @@ log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 60.0  # whatever happens: the wall clock may be set
 _AT_ONCE = 2000
 _PINNED_AT_MOST = (3, 4)
+_SHARE_AT_ONCE = 32  # of a quota: looking for victims passes over the chunks of all others
+_LOOK_AGAIN_S = 0.05  # when nothing could go
+_EXPIRED_AT_ONCE = 500
 
 
 class Limits:
@@ -34,6 +44,7 @@ class Limits:
         self._residency = residency
         self._system = system
         self._wake = trio.Event()
+        self._full_until: WeakKeyDictionary[ChunkTable, float] = WeakKeyDictionary()  # of trio's clock
 
     # pins
 
@@ -102,17 +113,129 @@ class Limits:
             self._residency.events.append("unpin", namespace=directory, chunks=count)
         return len(chunks)
 
-    # time
+    # quotas
+
+    async def set_quota(self, table: ChunkTable, quota_bytes: int | None) -> None:
+        """Bound the bytes of a namespace, or not any more. What is too much goes now, as far as it may go."""
+        self._check_present(table)
+        table.quota_bytes = quota_bytes
+        await self._changed(table)
+
+    def make_room(self, table: ChunkTable, length: int, parent: Chunk | None) -> bool:
+        """Whether a namespace may have `length` bytes more, after an eviction of its own if need be.
+
+        What leads to `parent`, which the new chunk is built on, does not go for it. Counts a refusal.
+        """
+        quota = table.quota_bytes
+        if quota is None or table.stored_bytes + table.reserved_bytes + length <= quota:
+            return True
+        if length <= quota and trio.current_time() >= self._full_until.get(table, 0.0):
+            missing = table.stored_bytes + table.reserved_bytes + length - quota
+            self._evict(table, max(missing, quota // _SHARE_AT_ONCE), frozenset(parent.prefix() if parent else ()))
+            if table.stored_bytes + table.reserved_bytes + length <= quota:
+                return True
+            self._full_until[table] = trio.current_time() + _LOOK_AGAIN_S
+        self._residency.counters.stores_over_quota += 1
+        return False
+
+    def _evict(self, table: ChunkTable, wanted: int, kept: frozenset[Chunk] = frozenset()) -> None:
+        """Evict chunks of a namespace, the least worthy first, until `wanted` bytes of it are gone or none may go."""
+        victims: list[Chunk] = []
+        order = self._residency.lowest.policy
+        for victim in order.victims(lambda chunk: chunk.table is table and not chunk.leases and chunk not in kept):
+            if wanted <= 0:
+                break
+            wanted -= victim.length
+            victims.append(victim)
+        for victim in victims:
+            self._residency.counters.evictions_quota += 1
+            self._residency.discard(victim, "evict")
+
+    # ages
+
+    async def set_max_age(self, table: ChunkTable, max_age_ns: int | None) -> None:
+        """Bound how long chunks of a namespace may lie unused, or not any more. What is too old goes now."""
+        self._check_present(table)
+        table.max_age_ns = max_age_ns
+        await self._changed(table)
+
+    async def _expire(self, table: ChunkTable, max_age_ns: int) -> None:
+        """Remove what is too old, from the leaves up, a little at a time."""
+        before_ns = self._system.time_ns() - max_age_ns
+        chunks = [*table.chunks.values()]
+        newest = chunks[-1].inode if chunks else 0
+        old: list[Chunk] = []
+        needed: set[Key] = set()  # something that stays is built on these
+        for start in range(0, len(chunks), _AT_ONCE):
+            for chunk in chunks[start : start + _AT_ONCE]:
+                if chunk.last_used_ns < before_ns:
+                    old.append(chunk)
+                else:
+                    needed.add(chunk.parent)
+            await trio.lowlevel.checkpoint()
+        old.sort(key=lambda chunk: -chunk.position)
+        for start in range(0, len(old), _EXPIRED_AT_ONCE):
+            for chunk in reversed(table.chunks.values()):  # in order of inodes: those that came while this waited
+                if chunk.inode <= newest:
+                    break
+                needed.add(chunk.parent)
+            for chunk in old[start : start + _EXPIRED_AT_ONCE]:
+                if not chunk.is_removed and self._is_expired(chunk, before_ns) and chunk.key not in needed:
+                    self._residency.counters.expired += 1
+                    self._residency.discard(chunk, "expire")
+                elif not chunk.is_removed:
+                    needed.add(chunk.parent)
+            await self._residency.settle()
+
+    def _is_expired(self, chunk: Chunk, before_ns: int) -> bool:
+        return chunk.last_used_ns < before_ns and not chunk.leases and not self._residency.pins.is_held(chunk)
+
+    # both
+
+    def _check_present(self, table: ChunkTable) -> None:
+        if self._residency.catalog.tables.get(table.directory) is not table:
+            raise UsageError(f"the namespace {table.directory} was removed")
+
+    async def _changed(self, table: ChunkTable) -> None:
+        self._residency.events.append(
+            "limits", namespace=table.directory, quota_bytes=table.quota_bytes, max_age_ns=table.max_age_ns
+        )
+        if self._residency.commits is not None:
+            self._residency.commits.limit(LimitRow(table.number, table.quota_bytes, table.max_age_ns))
+        await self._sweep(table)
+        await self._residency.settle()
+
+    async def _sweep(self, table: ChunkTable) -> None:
+        """Let go of what a namespace may not have."""
+        self._full_until.pop(table, None)
+        if table.quota_bytes is not None:
+            self._evict(table, table.stored_bytes + table.reserved_bytes - table.quota_bytes)
+        if table.max_age_ns is not None:
+            await self._expire(table, table.max_age_ns)
+
+    async def sweep(self) -> None:
+        """Let go of what no namespace may have now."""
+        for table in [*self._residency.catalog.tables.values()]:
+            try:
+                await self._sweep(table)
+            except UnavailableError:
+                pass  # it is gone from view, and its rows are tried again; who writes the index says so
 
     def look(self) -> None:
-        """Do what is due now."""
+        """End the pins that are over."""
         self._ended(self._residency.pins.end(self._system.time_ns()))
 
     async def run(self) -> None:
         """Do what is due when it is, for ever."""
+        next_sweep = trio.current_time() + _LOOK_EVERY_S
         while True:
             self.look()
-            left_s = (self._residency.pins.next_end_ns - self._system.time_ns()) / NS
-            with trio.move_on_after(max(0.0, min(left_s, _LOOK_EVERY_S))):
+            if trio.current_time() >= next_sweep:
+                await self.sweep()
+                next_sweep = trio.current_time() + _LOOK_EVERY_S
+            left_s = min(
+                next_sweep - trio.current_time(), (self._residency.pins.next_end_ns - self._system.time_ns()) / NS
+            )
+            with trio.move_on_after(max(0.0, left_s)):
                 await self._wake.wait()
             self._wake = trio.Event()

@@ -17,7 +17,7 @@ from kvfs.chunk import geometry
 from kvfs.commits import Commits
 from kvfs.errors import CorruptChunk, FormatError, UsageError
 from kvfs.extents import ExtentAllocator
-from kvfs.index import ChunkRow, Index, PinRow
+from kvfs.index import ChunkRow, Index, LimitRow, PinRow
 from kvfs.keys import KEY_BYTES, Key
 from kvfs.pins import FOREVER
 from kvfs.residency import Residency
@@ -34,6 +34,7 @@ def recover(residency: Residency, nvme: NvmeTier, commits: Commits, index: Index
     gc.disable()  # a million small objects are about to be made, none of them garbage
     try:
         tables = _recover_tables(residency, index)
+        _recover_limits(commits, index.limits(), tables)
         chunks = list(_recover_chunks(residency, commits, index.chunks(), tables, nvme.volume.capacity))
         chunks.sort(key=attrgetter("nvme"))
         chunks = _resolve_overlaps(residency, nvme, chunks)
@@ -66,6 +67,20 @@ def _recover_tables(residency: Residency, index: Index) -> dict[int, ChunkTable]
         table.number = row.number
         tables[row.number] = table
     return tables
+
+
+def _recover_limits(commits: Commits, rows: Iterable[LimitRow], tables: dict[int, ChunkTable]) -> None:
+    for row in rows:
+        table = tables.get(row.namespace)
+        if table is None:
+            commits.remove_namespace(row.namespace)  # its number may be given to another one day
+            continue
+        table.quota_bytes = row.quota_bytes if _is_count(row.quota_bytes) else None
+        table.max_age_ns = row.max_age_ns if _is_count(row.max_age_ns) else None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 def _recover_chunks(

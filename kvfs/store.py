@@ -228,10 +228,12 @@ class Store:
             parent.position + 1 != new.position or parent.num_tokens != table.namespace.identity.tokens_per_chunk
         ):
             raise UsageError(f"a chunk at position {new.position} cannot follow the chunk that it names as its parent")
-        offset = self._residency.reserve_ram(geo.file_bytes) if self._fits(geo) else None
+        fits = self._fits(geo) and self.limits.make_room(table, geo.file_bytes, parent)
+        offset = self._residency.reserve_ram(geo.file_bytes) if fits else None
         if offset is None:
             self.counters.stores_refused += 1
             return StoreStatus.REFUSED
+        table.reserved_bytes += geo.file_bytes
         return Reservation(table, new, key, geo, offset)
 
     def _fits(self, geo: Geometry) -> bool:
@@ -324,6 +326,7 @@ class Store:
 
     def _make_visible(self, reservation: Reservation, created_ns: int) -> None:
         new = reservation.new
+        reservation.table.reserved_bytes -= reservation.geometry.file_bytes
         chunk, moved = self.catalog.create(
             reservation.table, reservation.key, Key(new.parent), new.position, new.num_tokens, created_ns
         )
@@ -343,6 +346,7 @@ class Store:
 
     def _free_reserved(self, reservation: Reservation) -> None:
         self._residency.ram.extents.free(reservation.offset, reservation.geometry.file_bytes)
+        reservation.table.reserved_bytes -= reservation.geometry.file_bytes
 
     # removing
 

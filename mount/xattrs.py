@@ -4,6 +4,8 @@ Of a chunk: tier, hits, position, tokens, parent, checksum, dirty, key; and pin 
 Of a directory of the prefix view, and of a namespace's: pin and pinned_until, if everything in it is pinned. What is
 pinned there is what it holds at that time, with all directories below.
 
+Of a namespace's directory besides: quota ("20GiB") and max_age ("3d"), "none" without a limit, and stored_bytes.
+
 A pin is set as a duration ("90s", "15min", "2h", "3d") or "forever", and ended by "no", by nothing, or by removing it.
 """
 
@@ -11,19 +13,21 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Awaitable, Callable, Iterable
-from typing import cast
 
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
-from kvfs.durations import NS, parse_duration, rfc3339
+from kvfs.config import exact_size, parse_size
+from kvfs.durations import NS, exact_duration, parse_duration, rfc3339
 from kvfs.errors import UsageError
 from kvfs.mount.errnos import Refused
-from kvfs.mount.tree import Node, Role
+from kvfs.mount.tree import Fixed, Node, Role
 from kvfs.pins import FOREVER
 from kvfs.prefixes import PrefixDirectory
 from kvfs.store import Store
 
 PREFIX = "user.kvfs."
+UNLIMITED = "none"
 _MAX_REMEMBERED = 4096
+_MOST = (1 << 63) - 1  # what the index can keep
 
 
 def tier_text(chunk: Chunk) -> str:
@@ -43,7 +47,12 @@ _FACTS: dict[str, Callable[[Chunk], str]] = {
 }
 _OF_CHUNKS = (*_FACTS, "checksum")
 _OF_PINS = ("pin", "pinned_until")
-_READ_ONLY = frozenset({*_OF_CHUNKS, "pinned_until"})
+_OF_NAMESPACES: dict[str, Callable[[ChunkTable], str]] = {
+    "quota": lambda table: UNLIMITED if table.quota_bytes is None else exact_size(table.quota_bytes),
+    "max_age": lambda table: UNLIMITED if table.max_age_ns is None else exact_duration(table.max_age_ns),
+    "stored_bytes": lambda table: str(table.stored_bytes),
+}
+_READ_ONLY = frozenset({*_OF_CHUNKS, "pinned_until", "stored_bytes"})
 
 
 class Xattrs:
@@ -60,7 +69,9 @@ class Xattrs:
     def names(self, node: Node) -> list[str]:
         """What `listxattr` shows."""
         pin = list(_OF_PINS) if self._end_of_pin(node) is not None else []
-        return [*_OF_CHUNKS, *pin] if isinstance(node, Chunk) and not node.is_removed else pin
+        if isinstance(node, Chunk) and not node.is_removed:
+            return [*_OF_CHUNKS, *pin]
+        return [*_OF_NAMESPACES, *pin] if _namespace(node) is not None else pin
 
     def value_nowait(self, node: Node, name: str) -> str | None:
         """The value of an attribute, None if the node has none of this name."""
@@ -71,6 +82,9 @@ class Xattrs:
             if name == "pinned_until":
                 return rfc3339(until_ns)
             return f"{-(-(until_ns - self._store.system.time_ns()) // NS)}s"
+        table = _namespace(node)
+        if table is not None:
+            return _OF_NAMESPACES[name](table) if name in _OF_NAMESPACES else None
         if not isinstance(node, Chunk) or node.is_removed or name not in _FACTS:
             return None
         return _FACTS[name](node)
@@ -102,6 +116,13 @@ class Xattrs:
             raise Refused(errno.EPERM)
         if name == "pin" and (chunks := _pinnable(node)) is not None:
             return self._change_pin(list(chunks), value)
+        table, limits = _namespace(node), self._store.limits
+        if table is not None and name == "quota":
+            quota = parse_quota(value)
+            return lambda: limits.set_quota(table, quota)
+        if table is not None and name == "max_age":
+            max_age = parse_max_age(value)
+            return lambda: limits.set_max_age(table, max_age)
         raise Refused(errno.ENOTSUP)
 
     def _change_pin(self, chunks: list[Chunk], value: bytes | None) -> Callable[[], Awaitable[object]]:
@@ -121,7 +142,7 @@ class Xattrs:
 
 def parse_pin(value: bytes, now_ns: int) -> int:
     """When a pin ends that is set to this now, in nanoseconds since the epoch; 0 for none. Raises UsageError."""
-    text = value.decode("ascii", "replace").strip("\0 \n")
+    text = _text(value)
     if text in ("no", ""):
         return 0
     if text == "forever":
@@ -132,12 +153,32 @@ def parse_pin(value: bytes, now_ns: int) -> int:
         raise UsageError(f"{error}, or forever, or no") from error
 
 
+def parse_quota(value: bytes | None) -> int | None:
+    """Bytes; None for no limit. Raises UsageError."""
+    text = _text(value or b"")
+    return None if text in ("", UNLIMITED) else min(parse_size(text), _MOST)
+
+
+def parse_max_age(value: bytes | None) -> int | None:
+    """Nanoseconds; None for no limit. Raises UsageError."""
+    text = _text(value or b"")
+    return None if text in ("", UNLIMITED) else min(int(parse_duration(text, "max_age") * NS), _MOST)
+
+
+def _text(value: bytes) -> str:
+    return value.decode("ascii", "replace").strip("\0 \n")
+
+
+def _namespace(node: Node) -> ChunkTable | None:
+    """The namespace whose directory this is."""
+    return node.table if isinstance(node, Fixed) and node.role is Role.NAMESPACE else None
+
+
 def _pinnable(node: Node) -> Iterable[Chunk] | None:
     """The chunks that a pin on this node is for."""
     if isinstance(node, Chunk):
         return () if node.is_removed else (node,)
     if isinstance(node, PrefixDirectory):
         return node.subtree()
-    if node.role is Role.NAMESPACE:
-        return cast(ChunkTable, node.table).chunks.values()
-    return None
+    table = _namespace(node)
+    return None if table is None else table.chunks.values()

@@ -6,6 +6,9 @@ import contextlib
 import sqlite3
 from pathlib import Path
 
+import pytest
+
+from kvfs.errors import UsageError
 from kvfs.index import FILE_NAME
 from kvfs.pins import FOREVER
 from kvfs.testing import chain_of, open_table, store_chain, tiny_namespace
@@ -17,7 +20,7 @@ def rows(directory: Path) -> dict[str, int]:
     with contextlib.closing(sqlite3.connect(directory / "nvme" / FILE_NAME)) as index:
         return {
             table: index.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
-            for table in ("namespaces", "chunks", "pins")
+            for table in ("namespaces", "chunks", "pins", "limits")
         }
 
 
@@ -26,11 +29,14 @@ async def test_it_is_gone_after_a_restart(tmp_path: Path) -> None:
         await store_chain(store, table, chain_of(NS, 3))
         assert await store.flush()
         await store.limits.pin([*table.chunks.values()], FOREVER)
+        await store.limits.set_quota(table, 1 << 30)
         other = store.attach(OTHER)
         await store.remove([*table.chunks.values()])
         store.remove_namespace(table)
         await store.settle()
-        assert rows(tmp_path) == {"namespaces": 1, "chunks": 0, "pins": 0}
+        assert rows(tmp_path) == {"namespaces": 1, "chunks": 0, "pins": 0, "limits": 0}
+        with pytest.raises(UsageError, match="was removed"):
+            await store.limits.set_quota(table, 1 << 30)
         assert set(store.catalog.tables) == {other.directory}
     async with open_table(tmp_path, OTHER) as (store, _):
         assert set(store.catalog.tables) == {other.directory}
@@ -50,7 +56,7 @@ async def test_it_comes_back_as_another(tmp_path: Path) -> None:
             assert again.number not in numbers | {table.number}
             table = again
         await store_chain(store, table, chain)
-    assert rows(tmp_path) == {"namespaces": 2, "chunks": 2, "pins": 0}
+    assert rows(tmp_path) == {"namespaces": 2, "chunks": 2, "pins": 0, "limits": 0}
     async with open_table(tmp_path, NS) as (store, table):
         assert len(table.chunks) == 2
 

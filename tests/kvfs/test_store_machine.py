@@ -114,7 +114,11 @@ NODES = [
     ]
 ]  # fmt: skip
 NODE_AT = {(node.namespace, node.key): node for node in NODES}
-EVENTS = frozenset({"namespace", "publish", "rm", "evict", "degraded", "recovered", "pin", "pin_refused", "unpin"})
+EVENTS = frozenset({
+    "namespace", "namespace_removed", "publish", "rm", "evict", "expire", "degraded", "recovered", "pin", "pin_refused",
+    "unpin", "limits",
+})  # fmt: skip
+QUOTAS = (None, 300 << 10, 1 << 20, 2 << 20)
 
 
 @dataclass(eq=False)
@@ -132,12 +136,15 @@ class Hold:
 class Model:
     """What the test knows of one run of the store.
 
-    Attributes: visible; pinned; known: every chunk that was ever visible; evicted: those whose eviction may not be durable yet;
+    Attributes: visible; pinned; quotas and bytes of the namespaces, by number; known: every chunk that was ever visible; evicted: those whose eviction may not be durable yet;
     reservations, holds: what the test has to give back; promotions: those that had not ended when last looked at.
     """
 
     visible: set[Node] = field(default_factory=set)
     pinned: set[Node] = field(default_factory=set)
+    quotas: list[int | None] = field(default_factory=lambda: [None] * len(NAMESPACES))
+    num_bytes: list[int] = field(default_factory=lambda: [0] * len(NAMESPACES))
+    is_expiring: bool = False
     known: set[Chunk] = field(default_factory=set)
     evicted: set[Node] = field(default_factory=set)
     reservations: list[tuple[Node, Reservation]] = field(default_factory=list)
@@ -320,7 +327,10 @@ class StoreMachine(RuleBasedStateMachine):
         if isinstance(result, Reservation):
             return result
         if result is REFUSED:
-            self._assert_ram_is_under_pressure()
+            table = self._table(node)
+            size = table.stored_bytes + table.reserved_bytes + node.geo.file_bytes
+            if table.quota_bytes is None or size <= table.quota_bytes:
+                self._assert_ram_is_under_pressure()
         else:
             assert result is EXISTS
             assert self._chunk(node) is not None
@@ -610,6 +620,57 @@ class StoreMachine(RuleBasedStateMachine):
         chunks = [chunk for node in dict.fromkeys(nodes) if (chunk := self._chunk(node)) is not None]
         assert await self.store.limits.unpin(chunks) == number
 
+    # limits of namespaces
+
+    @rule(number=st.integers(0, len(NAMESPACES) - 1), quota=st.sampled_from(QUOTAS))
+    def set_quota(self, number: int, quota: int | None) -> None:
+        self.model.quotas[number] = quota
+        self.loop.run(lambda: self.store.limits.set_quota(self.tables[number], quota))
+
+    @rule(number=st.integers(0, len(NAMESPACES) - 1))
+    def expire(self, number: int) -> None:
+        """Everything is too old: what is left is held, or something that is left is built on it."""
+        table = self.tables[number]
+
+        async def work() -> None:
+            self._do_take_events()
+            self.model.is_expiring = True
+            was_leased = {chunk for chunk in table.chunks.values() if chunk.leases}  # write-behind may end meanwhile
+            await self.store.limits.set_max_age(table, 0)
+            self._do_take_events()
+            needed = {chunk.parent for chunk in table.chunks.values()}
+            for chunk in table.chunks.values():
+                node = self._node_of(chunk)
+                assert node in self.model.held or chunk in was_leased or chunk.key in needed
+            await self.store.limits.set_max_age(table, None)
+            self.model.is_expiring = False
+
+        self.loop.run(work)
+
+    @rule(number=st.integers(0, len(NAMESPACES) - 1))
+    def remove_namespace(self, number: int) -> None:
+        """With all that is in it, and it is used again at once."""
+        table = self.tables[number]
+
+        async def work() -> None:
+            for node, reservation in [*self.model.reservations]:
+                if reservation.table is table:
+                    self.store.abort(reservation)
+                    self.model.reservations.remove((node, reservation))
+            await self._do_remove([*table.chunks.values()])
+            self._do_take_events()
+            self.store.remove_namespace(table)
+            await self.store.settle()
+            if self.nvme:
+                with contextlib.closing(sqlite3.connect(self.directory / "nvme" / INDEX)) as index:
+                    for name in ("chunks", "pins", "limits"):
+                        found = index.execute(f"SELECT count(*) FROM {name} WHERE namespace = ?", (table.number,))
+                        assert found.fetchone() == (0,)
+            self.tables[number] = self.store.attach(NAMESPACES[number])
+            self.model.quotas[number] = None
+
+        self.loop.run(work)
+
     # all at once
 
     @rule(storing=some_nodes, removing=st.lists(a_node, max_size=2), loading=some_nodes, reading=some_nodes)
@@ -707,9 +768,10 @@ class StoreMachine(RuleBasedStateMachine):
         self._close()
         self._do_take_events()
         before = {node: chunk.hits for node in self.model.visible if (chunk := self._chunk(node))}
-        pinned = self.model.pinned
+        pinned, quotas = self.model.pinned, self.model.quotas
         self._open()
         self.model.pinned = pinned & self.model.visible
+        self.model.quotas = quotas if self.nvme else self.model.quotas
         assert self.model.visible == (set(before) if self.nvme else set())
         for node in self.model.visible:
             chunk = self._chunk(node)
@@ -725,13 +787,14 @@ class StoreMachine(RuleBasedStateMachine):
             self.flush(1)
         self._check()
         to = self.root / str(next(self.lives))
-        pinned = set(self.model.pinned)
+        pinned, quotas = set(self.model.pinned), self.model.quotas
         clean, visible, may_return = self.loop.run(lambda: self._do_crash(to))
         self._close()
         shutil.rmtree(self.directory)
         self.directory = to
         self._open()
         self.model.pinned = pinned & self.model.visible
+        self.model.quotas = quotas if self.nvme else self.model.quotas
         assert clean <= self.model.visible <= visible | may_return
         if is_flushed and self.nvme:
             assert self.model.visible == visible
@@ -778,6 +841,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._do_take_events()
         self._do_check_bytes()
         self._do_check_tiers()
+        self._do_check_quotas()
 
     def _do_take_events(self) -> None:
         """What is visible is what the events say, and each event was called for."""
@@ -803,9 +867,10 @@ class StoreMachine(RuleBasedStateMachine):
                 removed.add(node)
                 model.pinned.discard(node)
             else:
+                assert kind == "evict" or model.is_expiring
                 assert node not in was_held, f"{node} was evicted though it was held"
                 model.evicted.add(node)
-                model.num_evictions += 1
+                model.num_evictions += kind == "evict"
         for hold in model.holds:
             if hold.chunk.is_removed and not hold.was_removed:
                 assert hold.node in removed, f"{hold.node} was evicted while it was held"
@@ -819,7 +884,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert statistics.held_bytes == sum(node.geo.file_bytes for node in model.held)
         counters = self.store.counters
         if self.nvme and not model.was_degraded:
-            assert counters.evictions_nvme == model.num_evictions
+            assert counters.evictions_nvme + counters.evictions_quota == model.num_evictions
         assert counters.corrupt == 0
 
     def _do_check_bytes(self) -> None:
@@ -855,6 +920,19 @@ class StoreMachine(RuleBasedStateMachine):
         if statistics.nvme is not None:
             assert statistics.nvme.used_bytes >= sum(length for _, length in on_nvme)
             assert statistics.nvme.num_chunks == sum(chunk.nvme != NOWHERE for chunk in self.store.catalog.chunks())
+
+    def _do_check_quotas(self) -> None:
+        """A namespace that has more than its quota, because that was set later, does not grow."""
+        model = self.model
+        for number, table in enumerate(self.tables):
+            stored = sum(node.geo.file_bytes for node in model.visible if node.namespace == number)
+            waiting = [one for _, one in [*model.reservations, *self.being_published] if one.table is table]
+            reserved = sum(one.geometry.file_bytes for one in waiting)
+            assert (table.stored_bytes, table.reserved_bytes) == (stored, reserved)
+            quota = table.quota_bytes
+            assert quota == model.quotas[number]
+            assert quota is None or stored + reserved <= max(quota, model.num_bytes[number])
+            model.num_bytes[number] = stored + reserved
 
     def _do_check_quiet(self) -> None:
         """Nothing is under way: only what the test holds is leased, and NVMe has room for all but what is clean."""
