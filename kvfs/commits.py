@@ -27,7 +27,7 @@ class _Round:
 
     def __init__(self) -> None:
         self.batch = Batch()
-        self.extents: list[tuple[int, int]] = []
+        self.extents: list[tuple[int, int, Callable[[int, int], None] | None]] = []
         self.done = trio.Event()
         self.error: sqlite3.Error | None = None
 
@@ -82,9 +82,9 @@ class Commits:
         self._round.batch.removed.append(number)
         self._wake.set()
 
-    def free_later(self, offset: int, length: int) -> None:
-        """Free an extent once no durable row can name it."""
-        self._round.extents.append((offset, length))
+    def free_later(self, offset: int, length: int, free: Callable[[int, int], None] | None = None) -> None:
+        """Free an extent once no durable row can name it; `free` does it, if it is given."""
+        self._round.extents.append((offset, length, free))
         self._wake.set()
 
     async def flush(self) -> None:
@@ -120,8 +120,8 @@ class Commits:
         if self._is_failing and current.batch:
             log.info("the index can be written again")
             self._is_failing = False
-        for offset, length in current.extents:
-            self._free(offset, length)
+        for offset, length, free in current.extents:
+            (free or self._free)(offset, length)
         current.done.set()
 
     def _keep_for_next_round(self, failed: _Round) -> None:

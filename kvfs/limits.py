@@ -149,7 +149,7 @@ class Limits:
             victims.append(victim)
         for victim in victims:
             self._residency.counters.evictions_quota += 1
-            self._residency.discard(victim, "evict")
+            self._residency.discard(victim, "evict", erases=True)  # its extent may be free for long
 
     # ages
 

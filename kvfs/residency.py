@@ -22,6 +22,7 @@ from typing import Literal
 
 from kvfs.catalog import NOWHERE, Catalog, Chunk
 from kvfs.commits import Commits
+from kvfs.erasing import Eraser
 from kvfs.errors import UnavailableError
 from kvfs.ghosts import Ghost, Ghosts
 from kvfs.metrics import Counters, EventLog
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 Change = Literal["published", "removed", "moved"]
 Observer = Callable[[Change, Chunk, PrefixDirectory[Chunk] | None], None]
 _VICTIMS_AT_ONCE = 64
+_ERASED = frozenset({"rm", "expire"})
 
 
 class Residency:
@@ -67,8 +69,10 @@ class Residency:
         self._order: Holding[Chunk] = Holding(self.lowest.policy, self.pins.is_held)
         self.lowest.policy = self._order
         self.observers: list[Observer] = []
+        self.eraser = Eraser(nvme, counters) if nvme is not None else None
         self._system = system
         self.num_leases = 0
+        self._to_erase: set[Chunk] = set()  # removed, and still with bytes
         self._unfinished: dict[Chunk, list[int]] = {}
 
     # leases
@@ -103,10 +107,15 @@ class Residency:
         for observer in self.observers:
             observer(change, chunk, directory)
 
-    def discard(self, chunk: Chunk, why: str) -> None:
-        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable."""
+    def discard(self, chunk: Chunk, why: str, *, erases: bool = False) -> None:
+        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable.
+
+        With `erases`, and where a person wants it gone, a scan of the volume does not find it again.
+        """
         if chunk.is_removed:
             return
+        if erases or why in _ERASED:
+            self._to_erase.add(chunk)
         if chunk.position == 0 or chunk.parent in chunk.table.chunks:
             self._demote_descendants(chunk)  # else that was done when its parent went
         if self.commits is not None:  # also for a dirty one: its row may be on its way
@@ -147,11 +156,24 @@ class Residency:
         if self.commits is not None:
             await self.commits.flush()
 
+    async def settle_and_erase(self) -> None:
+        """The same, and until a scan of the volume does not find it, but for what somebody still holds."""
+        await self.settle()
+        if self.eraser is not None:
+            await self.eraser.flush()
+
     def _give_back(self, chunk: Chunk) -> None:
         self.ram.drop(chunk)
         extent = self.nvme.forget(chunk) if self.nvme is not None else None
-        if extent is not None and self.commits is not None:
-            self.commits.free_later(*extent)
+        if extent is not None:
+            self.free_on_nvme(chunk, extent[0])
+        self._to_erase.discard(chunk)
+
+    def free_on_nvme(self, chunk: Chunk, offset: int) -> None:
+        """Free an extent of the volume that held a chunk which was removed, when no row can name it any more."""
+        if self.commits is not None:
+            erase = self.eraser.put if self.eraser is not None and chunk in self._to_erase else None
+            self.commits.free_later(offset, chunk.length, erase)
 
     def arrived(self, policy: Policy[Chunk], chunks: Collection[Chunk]) -> None:
         """Chunks came into the tier of this policy: what they were built on was used too, so that leaves go first."""

@@ -351,12 +351,15 @@ class Store:
     # removing
 
     async def remove(self, chunks: Iterable[Chunk], reason: str = "rm") -> None:
-        """Remove chunks from every tier. It is durable when this returns; raises UnavailableError if it may not be."""
+        """Remove chunks from every tier. It is durable when this returns; raises UnavailableError if it may not be.
+
+        A rebuild from the volume does not find them, once nobody holds them.
+        """
         for chunk in sorted(chunks, key=lambda chunk: -chunk.position):  # leaves first: they have no descendants
             if not chunk.is_removed:
                 self.counters.removals += 1
                 self._residency.discard(chunk, reason)
-        await self._residency.settle()
+        await self._residency.settle_and_erase()
 
     # looking
 
@@ -401,7 +404,7 @@ class Store:
         with trio.move_on_after(deadline_s):
             await self._writer.drain()
             self._save_use()
-            await self._residency.commits.flush()
+            await self._residency.settle_and_erase()
             return True
         return False
 
@@ -414,6 +417,8 @@ class Store:
                     inner.start_soon(self.limits.run)
                     if self._writer is not None and self._residency.commits is not None:
                         inner.start_soon(self._residency.commits.run)
+                        if self._residency.eraser is not None:
+                            inner.start_soon(self._residency.eraser.run)
                         inner.start_soon(self._writer.run)
                         inner.start_soon(self._save_use_now_and_then)
 
