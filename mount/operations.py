@@ -4,8 +4,8 @@ Every handler is wrapped, when the class is made: KvfsError becomes the errno of
 unexpected becomes EIO, is counted and logged once; Cancelled passes. Without that, any exception but FUSEError would
 end the daemon for everybody (measured).
 
-Concurrency: handlers run as tasks of the FUSE main loop. Only `read` and `getxattr` of a chunk and `unlink` wait, and
-they are bounded (`tier_work`), far below the `MAX_TASKS` of the main loop, so a hung device does not stop `ls`. All
+Concurrency: handlers run as tasks of the FUSE main loop. Only `read` and `getxattr` of a chunk, and what
+changes something (`unlink`, `rmdir`, `setxattr`, `removexattr`) wait, and they are bounded (`tier_work`), far below the `MAX_TASKS` of the main loop, so a hung device does not stop `ls`. All
 others run to their end without a checkpoint. What is read is leased from `open` to `release`, so a chunk that is removed stays readable where it is open.
 `flush` is left unimplemented on purpose: closing a file, and each fork+exec of a process that has one open, then never
 waits for the daemon.
@@ -241,7 +241,7 @@ class Operations(GuardedOperations):
             return
         self._unlinking[chunk.inode] = (parent_inode, name)
         try:
-            await self._tier.run(chunk, lambda: self._store.remove([chunk], "rm"))
+            await self._tier.run(None, lambda: self._store.remove([chunk], "rm"))  # a lease would keep its bytes
         finally:
             self._unlinking.pop(chunk.inode, None)
 

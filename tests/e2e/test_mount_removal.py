@@ -45,6 +45,20 @@ def test_rm_of_one_name_takes_the_other(engine: Any, wait: Any, by: str) -> None
     assert engine.client.match(engine.chains("ab")).count == 1
 
 
+def test_rm_erases_what_proves_a_chunk(mounted: Any, engine: Any, wait: Any) -> None:
+    """When rm has returned, a scan of the volume finds the header of the removed chunk no more, though kill -9 follows."""
+    engine.store("ab")
+    wait(lambda: os.getxattr(engine.file("ab"), "user.kvfs.dirty") == b"0", "the chunks are clean")
+    volume = mounted.directory / "volume" / "volume"
+    marks = {path: f'"key":"{engine.key(path)}"'.encode() for path in ("a", "ab")}
+    assert all(mark in volume.read_bytes() for mark in marks.values())
+    assert run("rm", engine.file("ab")).returncode == 0
+    mounted.stop(signal.SIGKILL)
+    raw = volume.read_bytes()
+    assert marks["a"] in raw
+    assert marks["ab"] not in raw
+
+
 def test_what_is_open_stays_readable(engine: Any) -> None:
     engine.store("a")
     with engine.file("a").open("rb", buffering=0) as file:
