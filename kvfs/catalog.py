@@ -106,7 +106,11 @@ class ChunkTable:
         chunks: by key.
         prefixes: the same chunks as a tree.
         created_ns: when the namespace was first seen.
-        number: its row in the index, 0 before it has one.
+        number: its row in the index, 0 before it has one; never given to another.
+        stored_bytes: of its chunks' files; reserved_bytes: of those to come.
+        quota_bytes: most that both may be together; None: no limit.
+        max_age_ns: chunks go when neither they nor what is built on them was used for so long; None: they do not.
+        num_sessions: clients that are attached to it now; num_attached: how often it was attached to.
     """
 
     def __init__(self, namespace: Namespace, created_ns: int, inodes: Iterator[int]) -> None:
@@ -115,6 +119,12 @@ class ChunkTable:
         self.chunks: dict[Key, Chunk] = {}
         self.created_ns = created_ns
         self.number = 0
+        self.stored_bytes = 0
+        self.reserved_bytes = 0
+        self.quota_bytes: int | None = None
+        self.max_age_ns: int | None = None
+        self.num_sessions = 0
+        self.num_attached = 0
         self._lengths: dict[int, int] = {}
         self.prefixes: PrefixTree[Chunk] = PrefixTree(self.directory, self.chunks, inodes)
 
@@ -149,6 +159,10 @@ class Catalog:
             raise UsageError(f"namespace {namespace.directory} is stored with another chunk layout")
         return table
 
+    def forget(self, table: ChunkTable) -> None:
+        """Take a table without chunks out of sight."""
+        del self.tables[table.directory]
+
     def create(
         self, table: ChunkTable, key: Key, parent: Key, position: int, num_tokens: int, created_ns: int
     ) -> tuple[Chunk, list[Chunk]]:
@@ -161,11 +175,13 @@ class Catalog:
             table, key, shared.key if shared else parent, position, num_tokens, created_ns, next(self._inodes)
         )
         table.chunks[key] = chunk
+        table.stored_bytes += chunk.length
         return chunk, table.prefixes.add(chunk)
 
     def discard(self, chunk: Chunk) -> PrefixDirectory[Chunk] | None:
         """Take a chunk out of sight; returns the prefix directory it was in."""
         del chunk.table.chunks[chunk.key]
+        chunk.table.stored_bytes -= chunk.length
         chunk.is_removed = True
         return chunk.table.prefixes.remove(chunk)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import trio
 
 from kvfs.errors import UnavailableError
-from kvfs.index import Batch, ChunkRow, Index, NamespaceRow
+from kvfs.index import Batch, ChunkRow, Index, LimitRow, NamespaceRow
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class _Round:
 
     def __init__(self) -> None:
         self.batch = Batch()
-        self.extents: list[tuple[int, int]] = []
+        self.extents: list[tuple[int, int, Callable[[int, int], None] | None]] = []
         self.done = trio.Event()
         self.error: sqlite3.Error | None = None
 
@@ -58,6 +58,11 @@ class Commits:
         batch.delete.append((namespace, key))
         self._wake.set()
 
+    def pin(self, namespace: int, key: bytes, until_ns: int | None) -> None:
+        """A chunk's pin ends then, or it has none any more. Tried again until it succeeds, or is asked otherwise."""
+        self._round.batch.pins[namespace, key] = until_ns
+        self._wake.set()
+
     def used(self, last_used_ns: int, hits: int, namespace: int, key: bytes) -> None:
         """A chunk was loaded. Goes with the next transaction, whenever that is."""
         self._round.batch.used.append((last_used_ns, hits, namespace, key))
@@ -67,9 +72,19 @@ class Commits:
         self._round.batch.namespaces.append(row)
         self._wake.set()
 
-    def free_later(self, offset: int, length: int) -> None:
-        """Free an extent once no durable row can name it."""
-        self._round.extents.append((offset, length))
+    def limit(self, row: LimitRow) -> None:
+        """What a namespace may be. Tried again until it succeeds, or is asked otherwise."""
+        self._round.batch.limits[row.namespace] = row
+        self._wake.set()
+
+    def remove_namespace(self, number: int) -> None:
+        """A namespace is gone, with all that was said of it. Tried again until it succeeds."""
+        self._round.batch.removed.append(number)
+        self._wake.set()
+
+    def free_later(self, offset: int, length: int, free: Callable[[int, int], None] | None = None) -> None:
+        """Free an extent once no durable row can name it; `free` does it, if it is given."""
+        self._round.extents.append((offset, length, free))
         self._wake.set()
 
     async def flush(self) -> None:
@@ -105,8 +120,8 @@ class Commits:
         if self._is_failing and current.batch:
             log.info("the index can be written again")
             self._is_failing = False
-        for offset, length in current.extents:
-            self._free(offset, length)
+        for offset, length, free in current.extents:
+            (free or self._free)(offset, length)
         current.done.set()
 
     def _keep_for_next_round(self, failed: _Round) -> None:
@@ -114,4 +129,7 @@ class Commits:
         batch.delete[:0] = failed.batch.delete
         batch.used[:0] = failed.batch.used
         batch.namespaces[:0] = failed.batch.namespaces
+        batch.removed[:0] = failed.batch.removed
+        batch.pins = failed.batch.pins | batch.pins
+        batch.limits = failed.batch.limits | batch.limits
         self._round.extents[:0] = failed.extents

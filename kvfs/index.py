@@ -37,11 +37,18 @@ CREATE TABLE chunks (
 ) WITHOUT ROWID;
 PRAGMA user_version = {VERSION};
 """
+_ADDITIONS = """
+CREATE TABLE IF NOT EXISTS pins (namespace INTEGER, key BLOB, until_ns INTEGER, PRIMARY KEY (namespace, key)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS limits (namespace INTEGER PRIMARY KEY, quota_bytes INTEGER, max_age_ns INTEGER);
+"""
+"""Tables that an index of an earlier kvfs lacks, and that an earlier kvfs does not look at: no new version."""
 _NAMESPACES = "SELECT number, directory, document, created_ns FROM namespaces"
 _CHUNKS = (
     "SELECT namespace, key, parent, position, num_tokens, offset, length, created_ns, last_used_ns, hits"
     " FROM chunks ORDER BY position"
 )
+_PINS = "SELECT namespace, key, until_ns FROM pins"
+_LIMITS = "SELECT namespace, quota_bytes, max_age_ns FROM limits"
 
 
 class NamespaceRow(NamedTuple):
@@ -68,6 +75,22 @@ class ChunkRow(NamedTuple):
     hits: int
 
 
+class PinRow(NamedTuple):
+    """A pinned chunk, and when the pin ends in nanoseconds since the epoch."""
+
+    namespace: int
+    key: bytes
+    until_ns: int
+
+
+class LimitRow(NamedTuple):
+    """What a namespace may be: bytes, and nanoseconds since the last use of its chunks; None: without limit."""
+
+    namespace: int
+    quota_bytes: int | None
+    max_age_ns: int | None
+
+
 @dataclass(slots=True)
 class Batch:
     """What one transaction changes.
@@ -75,16 +98,21 @@ class Batch:
     Attributes:
         put: chunks that became clean; delete: (namespace, key) of chunks that are gone.
         used: (last_used_ns, hits, namespace, key) of chunks that were loaded.
-        namespaces: new ones.
+        namespaces: new ones; removed: numbers of those that are gone.
+        pins: by (namespace, key) when the chunk's pin ends, nanoseconds since the epoch; None: it has none any more.
+        limits: by namespace.
     """
 
     put: list[ChunkRow] = field(default_factory=list)
     delete: list[tuple[int, bytes]] = field(default_factory=list)
     used: list[tuple[int, int, int, bytes]] = field(default_factory=list)
     namespaces: list[NamespaceRow] = field(default_factory=list)
+    removed: list[int] = field(default_factory=list)
+    pins: dict[tuple[int, bytes], int | None] = field(default_factory=dict)
+    limits: dict[int, LimitRow] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.put or self.delete or self.used or self.namespaces)
+        return any(getattr(self, name) for name in self.__slots__)
 
 
 class Index:
@@ -116,17 +144,34 @@ class Index:
         """All chunks, parents before children. What is true of `namespaces` is true here."""
         return [ChunkRow(*row) for row in self._connection.execute(_CHUNKS)]
 
+    def pins(self) -> list[PinRow]:
+        """All pins, those that ended meanwhile too. What is true of `namespaces` is true here."""
+        return [PinRow(*row) for row in self._connection.execute(_PINS)]
+
+    def limits(self) -> list[LimitRow]:
+        """The limits of all namespaces. What is true of `namespaces` is true here."""
+        return [LimitRow(*row) for row in self._connection.execute(_LIMITS)]
+
     def commit(self, batch: Batch) -> None:
         """Carry out a batch; durable when it returns. Raises sqlite3.Error, and then nothing of it was done."""
         connection = self._connection
         with connection:
             connection.execute("BEGIN IMMEDIATE")
+            removed = [(number,) for number in batch.removed]
+            connection.executemany("DELETE FROM namespaces WHERE number = ?", removed)
+            for table in ("chunks", "pins", "limits"):
+                connection.executemany(f"DELETE FROM {table} WHERE namespace = ?", removed)
             connection.executemany("INSERT OR REPLACE INTO namespaces VALUES (?, ?, ?, ?)", batch.namespaces)
             connection.executemany("DELETE FROM chunks WHERE namespace = ? AND key = ?", batch.delete)
             connection.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", batch.put)
             connection.executemany(
                 "UPDATE chunks SET last_used_ns = ?, hits = ? WHERE namespace = ? AND key = ?", batch.used
             )
+            ended = [place for place, until_ns in batch.pins.items() if until_ns is None]
+            connection.executemany("DELETE FROM pins WHERE namespace = ? AND key = ?", ended)
+            pins = [(*place, until_ns) for place, until_ns in batch.pins.items() if until_ns is not None]
+            connection.executemany("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", pins)
+            connection.executemany("INSERT OR REPLACE INTO limits VALUES (?, ?, ?)", batch.limits.values())
 
     def close(self) -> None:
         """Close it."""
@@ -149,7 +194,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 def _create(path: Path, volume_identity: bytes) -> sqlite3.Connection:
     connection = _connect(path)
     path.chmod(0o600)
-    connection.executescript("BEGIN;" + _SCHEMA + "COMMIT;")
+    connection.executescript("BEGIN;" + _SCHEMA + _ADDITIONS + "COMMIT;")
     connection.execute("INSERT INTO facts VALUES ('volume', ?)", (volume_identity,))
     return connection
 
@@ -168,7 +213,8 @@ def _open_present(path: Path, volume_identity: bytes) -> sqlite3.Connection | No
         row = connection.execute("SELECT value FROM facts WHERE name = 'volume'").fetchone()
         if row is None or row[0] != volume_identity:
             raise FormatError("it belongs to another volume")
-        for query in (_NAMESPACES, _CHUNKS):
+        connection.executescript(_ADDITIONS)
+        for query in (_NAMESPACES, _CHUNKS, _PINS, _LIMITS):
             connection.execute(query).fetchone()  # a damaged schema may lack a column
         return connection
     except (

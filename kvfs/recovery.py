@@ -17,8 +17,9 @@ from kvfs.chunk import geometry
 from kvfs.commits import Commits
 from kvfs.errors import CorruptChunk, FormatError, UsageError
 from kvfs.extents import ExtentAllocator
-from kvfs.index import ChunkRow, Index
+from kvfs.index import ChunkRow, Index, LimitRow, PinRow
 from kvfs.keys import KEY_BYTES, Key
+from kvfs.pins import FOREVER
 from kvfs.residency import Residency
 from kvfs.tiers.nvme import NvmeTier, check_header
 from kvfs.volume import SUPERBLOCK_BYTES, aligned_buffer
@@ -33,6 +34,7 @@ def recover(residency: Residency, nvme: NvmeTier, commits: Commits, index: Index
     gc.disable()  # a million small objects are about to be made, none of them garbage
     try:
         tables = _recover_tables(residency, index)
+        _recover_limits(commits, index.limits(), tables)
         chunks = list(_recover_chunks(residency, commits, index.chunks(), tables, nvme.volume.capacity))
         chunks.sort(key=attrgetter("nvme"))
         chunks = _resolve_overlaps(residency, nvme, chunks)
@@ -41,6 +43,7 @@ def recover(residency: Residency, nvme: NvmeTier, commits: Commits, index: Index
         )
         needed_ns = _last_needed(chunks)
         chunks.sort(key=lambda chunk: (needed_ns.get(chunk, chunk.last_used_ns), -chunk.position))
+        _recover_pins(residency, commits, index.pins(), tables)
         for chunk in chunks:
             nvme.policy.insert(chunk)
     finally:
@@ -66,6 +69,20 @@ def _recover_tables(residency: Residency, index: Index) -> dict[int, ChunkTable]
     return tables
 
 
+def _recover_limits(commits: Commits, rows: Iterable[LimitRow], tables: dict[int, ChunkTable]) -> None:
+    for row in rows:
+        table = tables.get(row.namespace)
+        if table is None:
+            commits.remove_namespace(row.namespace)  # its number may be given to another one day
+            continue
+        table.quota_bytes = row.quota_bytes if _is_count(row.quota_bytes) else None
+        table.max_age_ns = row.max_age_ns if _is_count(row.max_age_ns) else None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
 def _recover_chunks(
     residency: Residency, commits: Commits, rows: Iterable[ChunkRow], tables: dict[int, ChunkTable], capacity: int
 ) -> Iterable[Chunk]:
@@ -81,6 +98,19 @@ def _recover_chunks(
         chunk.hits = row.hits
         chunk.nvme = row.offset
         yield chunk
+
+
+def _recover_pins(
+    residency: Residency, commits: Commits, rows: Iterable[PinRow], tables: dict[int, ChunkTable]
+) -> None:
+    """Pin what was pinned. A pin that ended meanwhile is ended like any other; one whose chunk was lost goes with it."""
+    for row in rows:
+        table = tables.get(row.namespace)
+        chunk = table.chunks.get(Key(row.key)) if table is not None and _is_key(row.key) else None
+        if chunk is not None and _is_end(row.until_ns):
+            residency.pins.pin(chunk, row.until_ns)
+        else:
+            commits.pin(row.namespace, row.key, None)
 
 
 def _last_needed(chunks: Iterable[Chunk]) -> dict[Chunk, int]:
@@ -110,6 +140,10 @@ def _fits(row: ChunkRow, table: ChunkTable, capacity: int) -> bool:
 def _is_key(value: object) -> bool:
     """SQLite stores any type in any column."""
     return isinstance(value, bytes) and len(value) == KEY_BYTES
+
+
+def _is_end(value: object) -> bool:
+    return isinstance(value, int) and 0 < value <= FOREVER
 
 
 def _resolve_overlaps(residency: Residency, nvme: NvmeTier, chunks: list[Chunk]) -> list[Chunk]:

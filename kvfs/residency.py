@@ -6,7 +6,8 @@ somebody still reads them. The transfers themselves are elsewhere (`promotion`, 
 Invariants, between any two awaits:
 * a visible chunk has an extent in at least one tier, or is being given one by the task that made it;
 * the extents of a leased chunk are neither reused nor written;
-* an extent of the volume is free only if no committed row of the index names it.
+* an extent of the volume is free only if no committed row of the index names it;
+* what is pinned, or has to stay for the sake of what is, is not evicted from the lowest tier.
 
 Concurrency: belongs to the event loop's thread. Only `reserve_nvme` and `settle` wait; what they return is true when
 they return and must be used before the next await.
@@ -21,10 +22,12 @@ from typing import Literal
 
 from kvfs.catalog import NOWHERE, Catalog, Chunk
 from kvfs.commits import Commits
+from kvfs.erasing import Eraser
 from kvfs.errors import UnavailableError
 from kvfs.ghosts import Ghost, Ghosts
 from kvfs.metrics import Counters, EventLog
-from kvfs.policies import Policy
+from kvfs.pins import Pins
+from kvfs.policies import Holding, Policy
 from kvfs.prefixes import PrefixDirectory
 from kvfs.system import System
 from kvfs.tiers.nvme import NvmeTier
@@ -35,13 +38,14 @@ log = logging.getLogger(__name__)
 Change = Literal["published", "removed", "moved"]
 Observer = Callable[[Change, Chunk, PrefixDirectory[Chunk] | None], None]
 _VICTIMS_AT_ONCE = 64
+_ERASED = frozenset({"rm", "expire"})
 
 
 class Residency:
     """The catalog and the tiers, kept in step.
 
     Attributes: catalog, ram, nvme (None for a RAM cache), commits (None likewise), counters, events;
-    ghosts: what is remembered of chunks that went; num_leases: holds on all chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes.
+    pins: what must stay in the lowest tier; ghosts: what is remembered of chunks that went; num_leases: holds on all chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes.
     """
 
     def __init__(
@@ -60,9 +64,15 @@ class Residency:
         self.counters = counters
         self.events = events
         self.ghosts = Ghosts()
+        self.pins = Pins(self._held_changed)
+        self.lowest = nvme or ram  # from which nothing comes back
+        self._order: Holding[Chunk] = Holding(self.lowest.policy, self.pins.is_held)
+        self.lowest.policy = self._order
         self.observers: list[Observer] = []
+        self.eraser = Eraser(nvme, counters) if nvme is not None else None
         self._system = system
         self.num_leases = 0
+        self._to_erase: set[Chunk] = set()  # removed, and still with bytes
         self._unfinished: dict[Chunk, list[int]] = {}
 
     # leases
@@ -91,14 +101,21 @@ class Residency:
     # coming and going
 
     def tell(self, change: Change, chunk: Chunk, directory: PrefixDirectory[Chunk] | None) -> None:
-        """Tell the observers."""
+        """Tell the observers, and the pins before them."""
+        if change == "published":
+            self.pins.added(chunk)
         for observer in self.observers:
             observer(change, chunk, directory)
 
-    def discard(self, chunk: Chunk, why: str) -> None:
-        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable."""
+    def discard(self, chunk: Chunk, why: str, *, erases: bool = False) -> None:
+        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable.
+
+        With `erases`, and where a person wants it gone, a scan of the volume does not find it again.
+        """
         if chunk.is_removed:
             return
+        if erases or why in _ERASED:
+            self._to_erase.add(chunk)
         if chunk.position == 0 or chunk.parent in chunk.table.chunks:
             self._demote_descendants(chunk)  # else that was done when its parent went
         if self.commits is not None:  # also for a dirty one: its row may be on its way
@@ -107,11 +124,19 @@ class Residency:
         if self.nvme is not None:
             self.nvme.policy.remove(chunk)
         directory = self.catalog.discard(chunk)
+        if self.pins.removed(chunk) and self.commits is not None:
+            self.commits.pin(chunk.table.number, chunk.key, None)
         self.ghosts.add(chunk.table.directory, chunk.key, Ghost(self._system.time_ns(), why, chunk.hits))
         self.events.append(why, namespace=chunk.table.directory, key=chunk.key.hex())
         self.tell("removed", chunk, directory)
         if not chunk.leases:
             self._give_back(chunk)
+
+    def _held_changed(self, chunk: Chunk, is_held: bool) -> None:
+        if is_held:
+            self._order.hold(chunk)
+        else:
+            self._order.let_go(chunk)
 
     def _demote_descendants(self, chunk: Chunk) -> None:
         for orphan in chunk.table.prefixes.descendants(chunk):
@@ -131,11 +156,24 @@ class Residency:
         if self.commits is not None:
             await self.commits.flush()
 
+    async def settle_and_erase(self) -> None:
+        """The same, and until a scan of the volume does not find it, but for what somebody still holds."""
+        await self.settle()
+        if self.eraser is not None:
+            await self.eraser.flush()
+
     def _give_back(self, chunk: Chunk) -> None:
         self.ram.drop(chunk)
         extent = self.nvme.forget(chunk) if self.nvme is not None else None
-        if extent is not None and self.commits is not None:
-            self.commits.free_later(*extent)
+        if extent is not None:
+            self.free_on_nvme(chunk, extent[0])
+        self._to_erase.discard(chunk)
+
+    def free_on_nvme(self, chunk: Chunk, offset: int) -> None:
+        """Free an extent of the volume that held a chunk which was removed, when no row can name it any more."""
+        if self.commits is not None:
+            erase = self.eraser.put if self.eraser is not None and chunk in self._to_erase else None
+            self.commits.free_later(offset, chunk.length, erase)
 
     def arrived(self, policy: Policy[Chunk], chunks: Collection[Chunk]) -> None:
         """Chunks came into the tier of this policy: what they were built on was used too, so that leaves go first."""
@@ -153,7 +191,9 @@ class Residency:
     def _may_leave_ram(self, chunk: Chunk) -> bool:
         if chunk.leases:
             return False
-        return chunk.nvme != NOWHERE or self.nvme is None or self.nvme.is_degraded
+        if chunk.nvme != NOWHERE:
+            return True
+        return not self.pins.is_held(chunk) and (self.nvme is None or self.nvme.is_degraded)
 
     def _evict_from_ram(self, chunk: Chunk) -> None:
         self.counters.evictions_ram += 1

@@ -37,6 +37,8 @@ class Statistics(msgspec.Struct, frozen=True):
     num_dirty: int
     num_leases: int
     num_ghosts: int
+    num_pinned: int
+    held_bytes: int
     ram: TierStatistics
     nvme: TierStatistics | None
     counters: dict[str, int]
@@ -47,6 +49,8 @@ def gauges(now: Statistics) -> list[Gauge]:
     found = [
         Gauge("chunks", "visible chunks", now.num_chunks),
         Gauge("ghosts", "chunks that went and are remembered", now.num_ghosts),
+        Gauge("pinned", "chunks that are pinned", now.num_pinned),
+        Gauge("held_bytes", "bytes of chunks that are not evicted because of pins", now.held_bytes),
         Gauge("dirty_bytes", "bytes in RAM that are not on NVMe yet", now.dirty_bytes),
         Gauge("leases", "holds on chunks", now.num_leases),
         Gauge("ram_capacity_bytes", "size of the RAM tier", now.ram.capacity_bytes),

@@ -25,6 +25,7 @@ from kvfs.errors import CorruptChunk, UnavailableError, UsageError
 from kvfs.index import NamespaceRow
 from kvfs.intake import Handed, Reservation, receive
 from kvfs.keys import ChainHash, Key, key_of
+from kvfs.limits import Limits
 from kvfs.messages import NewChunk, StoreStatus, Tier
 from kvfs.metrics import Counters, render
 from kvfs.namespace import Namespace
@@ -44,7 +45,7 @@ _MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and st
 
 
 class Store:
-    """See the module. Attributes: settings, catalog, counters, events, arena, volume (None for a RAM cache)."""
+    """See the module. Attributes: settings, catalog, counters, events, arena, volume (None for a RAM cache), limits."""
 
     def __init__(
         self, settings: Settings, system: System, residency: Residency, nursery: trio.Nursery, volume: Volume | None
@@ -55,9 +56,11 @@ class Store:
         self.arena = residency.ram.arena
         self.counters = residency.counters
         self.events = residency.events
+        self.limits = Limits(residency, system)
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self._used: set[Chunk] = set()
+        self._last_number = 0  # of a namespace
         self._looked_at: set[ChunkTable] = set()  # whether their chunks fit
         self._promoter: Promoter | None = None
         self._writer: WriteBehind | None = None
@@ -93,8 +96,10 @@ class Store:
         if not is_known and len(tables) >= _MAX_NAMESPACES:
             raise UsageError(f"there are {_MAX_NAMESPACES} namespaces already, and no more are taken")
         table = self.catalog.table(namespace, self.system.time_ns())
+        table.num_attached += 1
         if not is_known:
-            table.number = 1 + max((other.number for other in tables.values()), default=0)
+            self._last_number = 1 + max(self._last_number, *(other.number for other in tables.values()))
+            table.number = self._last_number
             if self._residency.commits is not None:
                 document = namespaces.encode(namespace)
                 row = NamespaceRow(table.number, table.directory, document, table.created_ns)
@@ -102,6 +107,20 @@ class Store:
             self.events.append("namespace", namespace=table.directory)
         self._check_sizes(table)
         return table
+
+    def remove_namespace(self, table: ChunkTable) -> None:
+        """Forget a namespace that holds no chunks and that nobody is attached to; nothing waits, see `settle`."""
+        assert not table.chunks
+        assert not table.num_sessions
+        self.catalog.forget(table)
+        self._looked_at.discard(table)
+        self.events.append("namespace_removed", namespace=table.directory)
+        if self._residency.commits is not None:
+            self._residency.commits.remove_namespace(table.number)
+
+    async def settle(self) -> None:
+        """Wait until what was removed so far is gone for good. Raises UnavailableError if it may not be."""
+        await self._residency.settle()
 
     # finding and loading
 
@@ -209,10 +228,12 @@ class Store:
             parent.position + 1 != new.position or parent.num_tokens != table.namespace.identity.tokens_per_chunk
         ):
             raise UsageError(f"a chunk at position {new.position} cannot follow the chunk that it names as its parent")
-        offset = self._residency.reserve_ram(geo.file_bytes) if self._fits(geo) else None
+        fits = self._fits(geo) and self.limits.make_room(table, geo.file_bytes, parent)
+        offset = self._residency.reserve_ram(geo.file_bytes) if fits else None
         if offset is None:
             self.counters.stores_refused += 1
             return StoreStatus.REFUSED
+        table.reserved_bytes += geo.file_bytes
         return Reservation(table, new, key, geo, offset)
 
     def _fits(self, geo: Geometry) -> bool:
@@ -305,6 +326,7 @@ class Store:
 
     def _make_visible(self, reservation: Reservation, created_ns: int) -> None:
         new = reservation.new
+        reservation.table.reserved_bytes -= reservation.geometry.file_bytes
         chunk, moved = self.catalog.create(
             reservation.table, reservation.key, Key(new.parent), new.position, new.num_tokens, created_ns
         )
@@ -324,16 +346,20 @@ class Store:
 
     def _free_reserved(self, reservation: Reservation) -> None:
         self._residency.ram.extents.free(reservation.offset, reservation.geometry.file_bytes)
+        reservation.table.reserved_bytes -= reservation.geometry.file_bytes
 
     # removing
 
     async def remove(self, chunks: Iterable[Chunk], reason: str = "rm") -> None:
-        """Remove chunks from every tier. It is durable when this returns; raises UnavailableError if it may not be."""
+        """Remove chunks from every tier. It is durable when this returns; raises UnavailableError if it may not be.
+
+        A rebuild from the volume does not find them, once nobody holds them.
+        """
         for chunk in sorted(chunks, key=lambda chunk: -chunk.position):  # leaves first: they have no descendants
             if not chunk.is_removed:
                 self.counters.removals += 1
                 self._residency.discard(chunk, reason)
-        await self._residency.settle()
+        await self._residency.settle_and_erase()
 
     # looking
 
@@ -355,6 +381,8 @@ class Store:
             num_dirty=self._writer.num_dirty if self._writer else 0,
             num_leases=self._residency.num_leases,
             num_ghosts=len(self._residency.ghosts),
+            num_pinned=len(self._residency.pins),
+            held_bytes=self._residency.pins.held_bytes,
             ram=TierStatistics(ram.extents.capacity, ram.extents.used_bytes, len(ram.policy), self.arena.kind),
             nvme=TierStatistics(
                 nvme.extents.capacity, nvme.extents.used_bytes, len(nvme.policy),
@@ -376,7 +404,7 @@ class Store:
         with trio.move_on_after(deadline_s):
             await self._writer.drain()
             self._save_use()
-            await self._residency.commits.flush()
+            await self._residency.settle_and_erase()
             return True
         return False
 
@@ -386,8 +414,11 @@ class Store:
         async def live() -> None:
             with life:
                 async with trio.open_nursery() as inner:
+                    inner.start_soon(self.limits.run)
                     if self._writer is not None and self._residency.commits is not None:
                         inner.start_soon(self._residency.commits.run)
+                        if self._residency.eraser is not None:
+                            inner.start_soon(self._residency.eraser.run)
                         inner.start_soon(self._writer.run)
                         inner.start_soon(self._save_use_now_and_then)
 

@@ -121,7 +121,10 @@ class WriteBehind:
         self._nvme.is_degraded = True
         self._residency.counters.io_errors += 1
         for chunk, offset in group.pairs:
-            self._nvme.extents.free(offset, chunk.length)
+            if chunk.is_removed:
+                self._residency.free_on_nvme(chunk, offset)
+            else:
+                self._nvme.extents.free(offset, chunk.length)
         self._return_group(group.chunks, group.chunks)
         self._try_later()
 
@@ -206,7 +209,7 @@ class WriteBehind:
             return
         if was_put:  # it was removed while the row was being written
             self._commits.delete(chunk.table.number, chunk.key)
-        self._commits.free_later(offset, chunk.length)
+        self._residency.free_on_nvme(chunk, offset)
 
 
 def _runs(pairs: list[tuple[Chunk, int]]) -> list[list[tuple[Chunk, int]]]:

@@ -21,7 +21,9 @@ This is kvfs: the KV cache of LLM inference engines on this node, in RAM and on 
 
   ls -ltu <namespace>/chunks     chunks by last use (mtime: stored, atime: last load by an engine)
   ls -R <namespace>/prefixes     the same chunks as a tree: what continues what
-  getfattr -d <chunk>            tier, hits, position, tokens, parent, checksum, dirty, key
+  getfattr -d <chunk>            tier, hits, position, tokens, parent, checksum, dirty, key, pin
+  setfattr -n user.kvfs.pin -v 2h X  keep a chunk, a prefix or all of a namespace; or: forever, no
+  setfattr -n user.kvfs.quota -v 20GiB <namespace>   most it may have; user.kvfs.max_age -v 3d: how long unused
   du -sh <namespace>; df -h .    what it takes, what there is
   cp <chunk> /elsewhere          export: each chunk is a safetensors file that proves its own identity
   rm <chunk>                     remove a chunk from RAM and NVMe
@@ -30,9 +32,10 @@ This is kvfs: the KV cache of LLM inference engines on this node, in RAM and on 
   tail -f .kvfs/events           what happens; the log is bounded, old lines go
   cat .kvfs/config.toml          the settings in force
 
-A namespace is one model, dtype, layout and rank; namespace.json says which. It stays when its last chunk goes.
+A namespace is one model, dtype, layout and rank; namespace.json says which. It stays when its last chunk goes;
+rm -rf <namespace> takes it too, unless an engine uses it.
 Both names of a chunk are one file: removing either removes both. A chunk that is open is kept until it is closed.
-Nothing can be written here: engines store through the socket that .kvfs/session points to.
+No file can be written here: engines store through the socket that .kvfs/session points to.
 Chunks hold users' prompts in another form. Treat copies accordingly.
 """
 

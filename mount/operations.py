@@ -4,8 +4,8 @@ Every handler is wrapped, when the class is made: KvfsError becomes the errno of
 unexpected becomes EIO, is counted and logged once; Cancelled passes. Without that, any exception but FUSEError would
 end the daemon for everybody (measured).
 
-Concurrency: handlers run as tasks of the FUSE main loop. Only `read` and `getxattr` of a chunk and `unlink` wait, and
-they are bounded (`tier_work`), far below the `MAX_TASKS` of the main loop, so a hung device does not stop `ls`. All
+Concurrency: handlers run as tasks of the FUSE main loop. Only `read` and `getxattr` of a chunk, and what
+changes something (`unlink`, `rmdir`, `setxattr`, `removexattr`) wait, and they are bounded (`tier_work`), far below the `MAX_TASKS` of the main loop, so a hung device does not stop `ls`. All
 others run to their end without a checkpoint. What is read is leased from `open` to `release`, so a chunk that is removed stays readable where it is open.
 `flush` is left unimplemented on purpose: closing a file, and each fork+exec of a process that has one open, then never
 waits for the daemon.
@@ -48,7 +48,7 @@ from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations, Place
 from kvfs.mount.tier_work import TierWork
 from kvfs.mount.tree import SECTOR_BYTES, TIMEOUT_S, Fixed, Node, Role, Tree, is_directory, is_growing
-from kvfs.mount.xattrs import XATTRS, Xattrs
+from kvfs.mount.xattrs import PREFIX, Xattrs
 from kvfs.prefixes import PrefixDirectory
 from kvfs.residency import Change
 from kvfs.store import Store
@@ -237,14 +237,19 @@ class Operations(GuardedOperations):
 
     async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
         chunk = self.tree.chunk_to_unlink(self._node(parent_inode), name)
+        if chunk is None:
+            return
         self._unlinking[chunk.inode] = (parent_inode, name)
         try:
-            await self._tier.run(chunk, lambda: self._store.remove([chunk], "rm"))
+            await self._tier.run(None, lambda: self._store.remove([chunk], "rm"))  # a lease would keep its bytes
         finally:
             self._unlinking.pop(chunk.inode, None)
 
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        self.tree.remove_directory(self._node(parent_inode), name)
+        table = self.tree.remove_directory(self._node(parent_inode), name)
+        if table is not None:
+            self._store.remove_namespace(table)  # before anybody can attach to it
+            await self._tier.run(None, self._store.settle)
 
     def changed(self, kind: Change, chunk: Chunk, directory: PrefixDirectory[Chunk] | None) -> None:
         """A chunk was removed, or moved out of `directory`: the kernel must not go on serving its old names."""
@@ -274,27 +279,36 @@ class Operations(GuardedOperations):
     # extended attributes
 
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
-        if name not in XATTRS:
+        own = _own_xattr(name)
+        if own is None:
             # `ls -l` asks for ACLs; told that there are none here at all, it asks once and not for every file
             # (90 against 8 µs a file).
             raise FUSEError(pyfuse3.ENOATTR if name.startswith(b"user.") else errno.ENOTSUP)
         node = self._node(inode)
-        if not isinstance(node, Chunk) or node.is_removed:
+        if own == "checksum" and isinstance(node, Chunk) and not node.is_removed:
+            checksum = self._xattrs.checksum_nowait(node)
+            if checksum is not None:
+                return checksum
+            return await self._tier.run(node, lambda: self._xattrs.read_checksum(node))
+        value = self._xattrs.value_nowait(node, own)
+        if value is None:
             raise FUSEError(pyfuse3.ENOATTR)
-        value = self._xattrs.value_nowait(node, name)
-        if value is not None:
-            return value
-        return await self._tier.run(node, lambda: self._xattrs.read_checksum(node))
+        return value.encode()
 
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
-        node = self._node(inode)
-        return list(XATTRS) if isinstance(node, Chunk) and not node.is_removed else []
+        return [(PREFIX + name).encode() for name in self._xattrs.names(self._node(inode))]
 
     async def setxattr(self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext) -> None:
-        raise FUSEError(errno.ENOTSUP)
+        await self._change_xattr(inode, name, value)
 
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
-        raise FUSEError(errno.ENOTSUP)
+        await self._change_xattr(inode, name, None)
+
+    async def _change_xattr(self, inode: InodeT, name: XAttrNameT, value: bytes | None) -> None:
+        own = _own_xattr(name)
+        if own is None:
+            raise FUSEError(errno.ENOTSUP)
+        await self._tier.run(None, self._xattrs.change(self._node(inode), own, value))
 
     # what cannot be done: chunks are immutable, and stored through the session
 
@@ -371,6 +385,12 @@ class Operations(GuardedOperations):
         self._next_handle += 1
         self._open[handle] = opened
         return handle
+
+
+def _own_xattr(name: bytes) -> str | None:
+    """The name of one of our attributes without its prefix."""
+    text = name.decode("ascii", "replace")
+    return text.removeprefix(PREFIX) if text.startswith(PREFIX) else None
 
 
 def _read_only(name: bytes) -> FUSEError:

@@ -149,7 +149,9 @@ class Session:
             nursery.cancel_scope.cancel()
 
     def close(self) -> None:
-        """End all leases. What was reserved is the handover's."""
+        """End all leases, and the use of the namespace. What was reserved is the handover's."""
+        if self._table is not None:
+            self._table.num_sessions -= 1
         for chunks in self._leases.values():
             self._release(chunks)
         self._leases.clear()
@@ -235,6 +237,7 @@ class Session:
         if self._table is not None:
             raise ProtocolError("hello was said already")
         self._table = self._store.attach(namespaces.decode(request.namespace))
+        self._table.num_sessions += 1
         arena, volume = self._store.arena, self._store.volume
         is_trusted = isinstance(self._handover, InArena)
         fds = [arena.fd if is_trusted else arena.client_fd] + ([volume.client_fd] if volume is not None else [])

@@ -36,8 +36,8 @@ class TierWork:
         self._nursery = nursery
         self._limiter = trio.CapacityLimiter(MAX_AT_WORK)
 
-    async def run(self, chunk: Chunk, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` on a chunk returns or raises; UnavailableError, or TooSlowError after `DEADLINE_S`."""
+    async def run(self, chunk: Chunk | None, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work`, on a chunk if one is named, returns or raises; UnavailableError, TooSlowError after `DEADLINE_S`."""
         if self._limiter.statistics().tasks_waiting >= MAX_IN_LINE:
             raise UnavailableError("too many requests wait for a tier")
         done = trio.Event()
@@ -51,10 +51,12 @@ class TierWork:
             except Exception as error:  # noqa: BLE001 (raised below, in the task that waits)
                 errors.append(error)
             finally:
-                self._store.release(chunk)
+                if chunk is not None:
+                    self._store.release(chunk)
                 done.set()
 
-        self._store.lease(chunk)
+        if chunk is not None:
+            self._store.lease(chunk)
         self._nursery.start_soon(perform)
         with trio.fail_after(DEADLINE_S):
             await done.wait()

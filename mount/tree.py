@@ -28,7 +28,6 @@ from kvfs.prefixes import PrefixDirectory
 
 ROOT_INODE = 1
 FIRST_TABLE_INODE = 1 << 10
-TABLE_INODES = 4
 LAST_FIXED_INODE = (1 << 20) - 1  # the catalog numbers chunks and prefix directories from 1 << 20 on
 MAX_NAME_BYTES = 255
 TIMEOUT_S = 1.0  # how long the kernel may believe an attribute: `ls -ltu` shows the last second's hits
@@ -55,7 +54,7 @@ class Role(enum.Enum):
 
 _DIRECTORIES = frozenset({Role.ROOT, Role.CONTROL, Role.NAMESPACE, Role.CHUNKS, Role.PREFIXES})
 DIRECTORY_MODE = stat.S_IFDIR | 0o750
-CHUNK_MODE = stat.S_IFREG | 0o440
+CHUNK_MODE = stat.S_IFREG | 0o640  # immutable all the same; who may not write may not set attributes either
 FILE_MODE = stat.S_IFREG | 0o440
 LINK_MODE = stat.S_IFLNK | 0o777  # the mode of a link is never looked at, symlink(7)
 
@@ -88,12 +87,22 @@ class Attributes(NamedTuple):
 
 
 class _TableNodes(NamedTuple):
-    """The fixed nodes of one namespace."""
+    """The fixed nodes of one namespace, in the order in which they are listed: `rm -rf` empties it before the rest."""
 
     directory: Fixed
-    json: Fixed
     chunks: Fixed
     prefixes: Fixed
+    json: Fixed
+
+
+class _Hidden(NamedTuple):
+    """Names that were removed in an empty namespace. They are there again when it is used again.
+
+    Attributes: roles: which; num_attached: of the table at that time.
+    """
+
+    roles: set[Role]
+    num_attached: int
 
 
 class Tree:
@@ -123,14 +132,12 @@ class Tree:
         self._top = [Fixed(Role.README, 2, b"README.txt"), Fixed(Role.CONTROL, 3, b".kvfs")]
         self._fixed = {node.inode: node for node in [self.root, *self._top, *self._control]}
         self._tables: dict[bytes, _TableNodes] = {}
-        self._numbered: list[_TableNodes] = []
+        self._hidden: dict[ChunkTable, _Hidden] = {}
+        self._last_inode = FIRST_TABLE_INODE - 1
 
     def fixed(self, inode: int) -> Fixed | None:
         """The fixed node of an inode."""
-        if inode < FIRST_TABLE_INODE:
-            return self._fixed.get(inode)
-        number, which = divmod(inode - FIRST_TABLE_INODE, TABLE_INODES)
-        return self._numbered[number][which] if number < len(self._numbered) else None
+        return self._fixed.get(inode) if inode <= LAST_FIXED_INODE else None
 
     def lookup(self, parent: Node, name: bytes) -> Node | None:
         """What `name` stands for in `parent`; None if there is no such name.
@@ -168,7 +175,7 @@ class Tree:
                 case Role.CONTROL:
                     return [*self._control]
                 case Role.NAMESPACE if table is not None:
-                    return [*self._nodes(table)[1:]]
+                    return [*self._shown(table)]
                 case Role.CHUNKS if table is not None:
                     return [*reversed(table.chunks.values())]
                 case Role.PREFIXES if table is not None:
@@ -181,7 +188,7 @@ class Tree:
             return not node.is_removed and (isinstance(parent, Fixed) or _home(node) is parent)
         if isinstance(node, PrefixDirectory):
             return node.is_attached and (node.parent is parent or (node.parent is None and isinstance(parent, Fixed)))
-        return node.table is None or self.catalog.tables.get(node.table.directory) is node.table
+        return self._is_there(node)
 
     def name(self, node: Node) -> bytes:
         """The last part of a node's path."""
@@ -205,35 +212,53 @@ class Tree:
             return Attributes(node.inode, DIRECTORY_MODE, links, 0, 4096, created, used, created, TIMEOUT_S)
         then = node.table.created_ns if node.table is not None else self._started_ns
         if node.role in _DIRECTORIES:
-            return Attributes(node.inode, DIRECTORY_MODE, 2, 0, 4096, then, then, then, TIMEOUT_S)
+            links = 2 if self._is_there(node) else 0
+            return Attributes(node.inode, DIRECTORY_MODE, links, 0, 4096, then, then, then, TIMEOUT_S)
         mode = LINK_MODE if node.role is Role.SESSION else FILE_MODE
         size = self._file_size(node)
         return Attributes(node.inode, mode, 1, size, 4096, then, then, then, 0 if is_growing(node) else TIMEOUT_S)
 
-    def chunk_to_unlink(self, parent: Node, name: bytes) -> Chunk:
-        """The chunk that `unlink` removes; raises Refused (ENOENT, EISDIR, or EPERM for what is always there)."""
+    def chunk_to_unlink(self, parent: Node, name: bytes) -> Chunk | None:
+        """The chunk that `unlink` removes; None for the namespace.json of an empty namespace, which is gone then.
+
+        Raises Refused (ENOENT, EISDIR, EPERM for what is always there, or EBUSY while a client is attached).
+        """
         node = self.lookup(parent, name)
         if node is None:
             raise Refused(errno.ENOENT)
         if isinstance(node, Chunk):
             return node
+        if isinstance(node, Fixed) and node.role is Role.NAMESPACE_JSON and not cast(ChunkTable, node.table).chunks:
+            self._hide(node)
+            return None
         raise Refused(errno.EISDIR if is_directory(node) else errno.EPERM)
 
-    def remove_directory(self, parent: Node, name: bytes) -> None:
-        """`rmdir`: only a prefix directory goes, and only when it is empty.
+    def remove_directory(self, parent: Node, name: bytes) -> ChunkTable | None:
+        """`rmdir` of a prefix directory, or a namespace, that is empty. A namespace is so without chunks.
 
-        Raises Refused (ENOENT, ENOTDIR, ENOTEMPTY, or EPERM for what is always there).
+        Returns the namespace that the caller has to remove, before it waits. Raises Refused (ENOENT, ENOTDIR,
+        ENOTEMPTY, EPERM for what is always there, or EBUSY for a namespace that a client is attached to).
         """
         node = self.lookup(parent, name)
         if node is None:
             raise Refused(errno.ENOENT)
         if not is_directory(node):
             raise Refused(errno.ENOTDIR)
-        if not isinstance(node, PrefixDirectory):
+        if isinstance(node, PrefixDirectory):
+            if not node.is_empty:
+                raise Refused(errno.ENOTEMPTY)
+            node.tree.prune(node, even_if_kept=True)
+            return None
+        table = node.table if isinstance(node, Fixed) else None
+        if table is None:
             raise Refused(errno.EPERM)
-        if not node.is_empty:
+        if table.chunks:
             raise Refused(errno.ENOTEMPTY)
-        node.tree.prune(node, even_if_kept=True)
+        self._hide(cast(Fixed, node))
+        if cast(Fixed, node).role is not Role.NAMESPACE:
+            return None
+        del self._hidden[table], self._tables[name]
+        return table
 
     def places(self, chunk: Chunk, directory: PrefixDirectory[Chunk] | None) -> list[tuple[int, bytes]]:
         """Both names of a chunk that is, or was, in `directory`: inode of the parent, and name."""
@@ -261,17 +286,53 @@ class Tree:
         name = table.directory.encode()
         nodes = self._tables.get(name)
         if nodes is None or nodes.directory.table is not table:
-            first = FIRST_TABLE_INODE + TABLE_INODES * len(self._numbered)
-            if first + TABLE_INODES > LAST_FIXED_INODE:
-                raise Refused(errno.ENFILE)
             nodes = self._tables[name] = _TableNodes(
-                Fixed(Role.NAMESPACE, first, name, table),
-                Fixed(Role.NAMESPACE_JSON, first + 1, b"namespace.json", table),
-                Fixed(Role.CHUNKS, first + 2, b"chunks", table),
-                Fixed(Role.PREFIXES, first + 3, b"prefixes", table),
+                self._new(Role.NAMESPACE, name, table),
+                self._new(Role.CHUNKS, b"chunks", table),
+                self._new(Role.PREFIXES, b"prefixes", table),
+                self._new(Role.NAMESPACE_JSON, b"namespace.json", table),
             )
-            self._numbered.append(nodes)
+        hidden = self._hidden.get(table)
+        if hidden is not None and (table.chunks or table.num_attached != hidden.num_attached):
+            del self._hidden[table]
+            # With new inodes: the kernel looks up nothing more in a directory that it has seen removed.
+            nodes = self._tables[name] = _TableNodes(
+                *(self._new(node.role, node.name, table) if node.role in hidden.roles else node for node in nodes)
+            )
         return nodes
+
+    def _new(self, role: Role, name: bytes, table: ChunkTable) -> Fixed:
+        """A node with an inode that no other has had for long."""
+        for _ in range(FIRST_TABLE_INODE, LAST_FIXED_INODE + 1):
+            self._last_inode = max(FIRST_TABLE_INODE, (self._last_inode + 1) % (LAST_FIXED_INODE + 1))
+            former = self._fixed.get(self._last_inode)
+            if former is None or not self._is_there(former):
+                node = self._fixed[self._last_inode] = Fixed(role, self._last_inode, name, table)
+                return node
+        raise Refused(errno.ENFILE)  # the store takes a hundredth of so many namespaces
+
+    def _shown(self, table: ChunkTable) -> list[Fixed]:
+        """What a namespace's directory holds."""
+        nodes = self._nodes(table)[1:]
+        hidden = self._hidden.get(table)
+        return [node for node in nodes if hidden is None or node.role not in hidden.roles]
+
+    def _hide(self, node: Fixed) -> None:
+        """A name of an empty namespace is removed."""
+        table = cast(ChunkTable, node.table)
+        if table.num_sessions:
+            raise Refused(errno.EBUSY)
+        self._hidden.setdefault(table, _Hidden(set(), table.num_attached)).roles.add(node.role)
+
+    def _is_there(self, node: Fixed) -> bool:
+        """Whether a fixed node can be reached by its name."""
+        table = node.table
+        if table is None:
+            return True
+        if self.catalog.tables.get(table.directory) is not table:
+            return False
+        nodes = self._tables.get(table.directory.encode())
+        return nodes is not None and (node is nodes.directory or node in self._shown(table))
 
 
 def is_directory(node: Node) -> bool:

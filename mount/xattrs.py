@@ -1,14 +1,33 @@
-"""Extended attributes of a chunk: ``getfattr -d`` shows what the cache knows of it."""
+"""Extended attributes: ``getfattr -d`` shows what the cache knows, ``setfattr`` says what it is to keep.
+
+Of a chunk: tier, hits, position, tokens, parent, checksum, dirty, key; and pin and pinned_until while it is pinned.
+Of a directory of the prefix view, and of a namespace's: pin and pinned_until, if everything in it is pinned. What is
+pinned there is what it holds at that time, with all directories below.
+
+Of a namespace's directory besides: quota ("20GiB") and max_age ("3d"), "none" without a limit, and stored_bytes.
+
+A pin is set as a duration ("90s", "15min", "2h", "3d") or "forever", and ended by "no", by nothing, or by removing it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from collections.abc import Awaitable, Callable, Iterable
 
-from kvfs.catalog import NOWHERE, Chunk
+from kvfs.catalog import NOWHERE, Chunk, ChunkTable
+from kvfs.config import exact_size, parse_size
+from kvfs.durations import NS, exact_duration, parse_duration, rfc3339
+from kvfs.errors import UsageError
+from kvfs.mount.errnos import Refused
+from kvfs.mount.tree import Fixed, Node, Role
+from kvfs.pins import FOREVER
+from kvfs.prefixes import PrefixDirectory
 from kvfs.store import Store
 
 PREFIX = "user.kvfs."
+UNLIMITED = "none"
 _MAX_REMEMBERED = 4096
+_MOST = (1 << 63) - 1  # what the index can keep
 
 
 def tier_text(chunk: Chunk) -> str:
@@ -26,26 +45,53 @@ _FACTS: dict[str, Callable[[Chunk], str]] = {
     "dirty": lambda chunk: "1" if chunk.is_dirty else "0",
     "key": lambda chunk: chunk.key.hex(),
 }
-_CHECKSUM = (PREFIX + "checksum").encode()
-XATTRS = (*((PREFIX + name).encode() for name in _FACTS), _CHECKSUM)
-"""All names, as the kernel has them."""
+_OF_CHUNKS = (*_FACTS, "checksum")
+_OF_PINS = ("pin", "pinned_until")
+_OF_NAMESPACES: dict[str, Callable[[ChunkTable], str]] = {
+    "quota": lambda table: UNLIMITED if table.quota_bytes is None else exact_size(table.quota_bytes),
+    "max_age": lambda table: UNLIMITED if table.max_age_ns is None else exact_duration(table.max_age_ns),
+    "stored_bytes": lambda table: str(table.stored_bytes),
+}
+_READ_ONLY = frozenset({*_OF_CHUNKS, "pinned_until", "stored_bytes"})
 
 
 class Xattrs:
-    """Reads attributes. Only `checksum` needs the chunk's header: it is a digest of the checksums of the layers.
+    """Reads and changes attributes; names come without their prefix.
 
-    The last checksums are remembered, for getfattr asks twice: for the size and for the value.
+    Only `checksum` needs the chunk's header: it is a digest of the checksums of the layers. The last checksums are
+    remembered, for getfattr asks twice: for the size and for the value.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._checksums: dict[int, bytes] = {}  # by inode: a chunk never changes
 
-    def value_nowait(self, chunk: Chunk, name: bytes) -> bytes | None:
-        """The value of one of `XATTRS`, or None if it has to be read."""
-        if name == _CHECKSUM:
-            return self._checksums.get(chunk.inode)
-        return _FACTS[name.decode().removeprefix(PREFIX)](chunk).encode()
+    def names(self, node: Node) -> list[str]:
+        """What `listxattr` shows."""
+        pin = list(_OF_PINS) if self._end_of_pin(node) is not None else []
+        if isinstance(node, Chunk) and not node.is_removed:
+            return [*_OF_CHUNKS, *pin]
+        return [*_OF_NAMESPACES, *pin] if _namespace(node) is not None else pin
+
+    def value_nowait(self, node: Node, name: str) -> str | None:
+        """The value of an attribute, None if the node has none of this name."""
+        if name in _OF_PINS:
+            until_ns = self._end_of_pin(node)
+            if until_ns is None or until_ns == FOREVER:
+                return None if until_ns is None else "forever"
+            if name == "pinned_until":
+                return rfc3339(until_ns)
+            return f"{-(-(until_ns - self._store.system.time_ns()) // NS)}s"
+        table = _namespace(node)
+        if table is not None:
+            return _OF_NAMESPACES[name](table) if name in _OF_NAMESPACES else None
+        if not isinstance(node, Chunk) or node.is_removed or name not in _FACTS:
+            return None
+        return _FACTS[name](node)
+
+    def checksum_nowait(self, chunk: Chunk) -> bytes | None:
+        """The value of `checksum`, or None if it has to be read."""
+        return self._checksums.get(chunk.inode)
 
     async def read_checksum(self, chunk: Chunk) -> bytes:
         """The value of `checksum`. Raises what `Store.facts` raises."""
@@ -59,3 +105,80 @@ class Xattrs:
             self._checksums.clear()
         self._checksums[chunk.inode] = text
         return text
+
+    def change(self, node: Node, name: str, value: bytes | None) -> Callable[[], Awaitable[object]]:
+        """What sets an attribute, or removes it (None), durably.
+
+        Raises Refused (EPERM for what is only told, ENOTSUP for what there is not, ENODATA for nothing to remove), and
+        UsageError for a value that cannot be understood.
+        """
+        if name in _READ_ONLY:
+            raise Refused(errno.EPERM)
+        if name == "pin" and (chunks := _pinnable(node)) is not None:
+            return self._change_pin(list(chunks), value)
+        table, limits = _namespace(node), self._store.limits
+        if table is not None and name == "quota":
+            quota = parse_quota(value)
+            return lambda: limits.set_quota(table, quota)
+        if table is not None and name == "max_age":
+            max_age = parse_max_age(value)
+            return lambda: limits.set_max_age(table, max_age)
+        raise Refused(errno.ENOTSUP)
+
+    def _change_pin(self, chunks: list[Chunk], value: bytes | None) -> Callable[[], Awaitable[object]]:
+        limits = self._store.limits
+        if value is None and not any(limits.end_of_pin(chunk) is not None for chunk in chunks):
+            raise Refused(errno.ENODATA)
+        now_ns = self._store.system.time_ns()
+        until_ns = parse_pin(value or b"no", now_ns)
+        if until_ns <= now_ns:
+            return lambda: limits.unpin(chunks)
+        return lambda: limits.pin(chunks, until_ns)
+
+    def _end_of_pin(self, node: Node) -> int | None:
+        chunks = _pinnable(node)
+        return None if chunks is None else self._store.limits.common_end(chunks)
+
+
+def parse_pin(value: bytes, now_ns: int) -> int:
+    """When a pin ends that is set to this now, in nanoseconds since the epoch; 0 for none. Raises UsageError."""
+    text = _text(value)
+    if text in ("no", ""):
+        return 0
+    if text == "forever":
+        return FOREVER
+    try:
+        return min(FOREVER, now_ns + int(parse_duration(text, "pin") * NS))
+    except UsageError as error:
+        raise UsageError(f"{error}, or forever, or no") from error
+
+
+def parse_quota(value: bytes | None) -> int | None:
+    """Bytes; None for no limit. Raises UsageError."""
+    text = _text(value or b"")
+    return None if text in ("", UNLIMITED) else min(parse_size(text), _MOST)
+
+
+def parse_max_age(value: bytes | None) -> int | None:
+    """Nanoseconds; None for no limit. Raises UsageError."""
+    text = _text(value or b"")
+    return None if text in ("", UNLIMITED) else min(int(parse_duration(text, "max_age") * NS), _MOST)
+
+
+def _text(value: bytes) -> str:
+    return value.decode("ascii", "replace").strip("\0 \n")
+
+
+def _namespace(node: Node) -> ChunkTable | None:
+    """The namespace whose directory this is."""
+    return node.table if isinstance(node, Fixed) and node.role is Role.NAMESPACE else None
+
+
+def _pinnable(node: Node) -> Iterable[Chunk] | None:
+    """The chunks that a pin on this node is for."""
+    if isinstance(node, Chunk):
+        return () if node.is_removed else (node,)
+    if isinstance(node, PrefixDirectory):
+        return node.subtree()
+    table = _namespace(node)
+    return None if table is None else table.chunks.values()

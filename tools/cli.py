@@ -18,7 +18,7 @@ import typer
 
 import kvfs
 from kvfs.errors import KvfsError, UsageError
-from kvfs.tools import ls, mount, rm, status, umount, verify
+from kvfs.tools import ls, mount, pin, quota, rm, status, umount, verify
 from kvfs.tools.bench import command as bench
 
 # click's ClickException: typer brings click, or a copy of it, and shows neither.
@@ -79,6 +79,9 @@ app.command("umount", epilog=umount.EXAMPLES)(tells_errors(umount.umount))
 app.command("status", epilog=status.EXAMPLES)(tells_errors(status.status))
 app.command("ls", epilog=ls.EXAMPLES)(tells_errors(ls.list_cache))
 app.command("rm", epilog=rm.EXAMPLES)(tells_errors(rm.remove))
+app.command("pin", epilog=pin.PIN_EXAMPLES)(tells_errors(pin.pin))
+app.command("unpin", epilog=pin.UNPIN_EXAMPLES)(tells_errors(pin.unpin))
+app.command("quota", epilog=quota.EXAMPLES)(tells_errors(quota.quota))
 app.command("verify", epilog=verify.EXAMPLES)(tells_errors(verify.verify))
 app.command("bench", epilog=bench.EXAMPLES)(tells_errors(bench.bench))
 

@@ -98,10 +98,10 @@ def list_prefixes(path: str, namespace: str, beat: Beat) -> list[Entry]:
     are read unless there are too many.
     """
     root = os.path.join(path, namespace)
-    with os.scandir(os.path.join(root, "chunks")) as entries:
-        looks_into = sum(1 for _ in entries) <= MAX_LOOKED_INTO
+    looks_into = len(_names(os.path.join(root, "chunks"))) <= MAX_LOOKED_INTO
     beat()
-    found = _trees(os.path.join(root, "prefixes"), os.listdir(f"{root}/prefixes"), None, beat, looks_into)
+    prefixes = os.path.join(root, "prefixes")
+    found = _trees(prefixes, _names(prefixes), None, beat, looks_into)
     return [entry for tree in found for entry in tree]
 
 

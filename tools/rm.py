@@ -1,4 +1,4 @@
-"""`kvfs rm`: remove prefixes, a namespace's chunks, or what has not been used for long.
+"""`kvfs rm`: remove prefixes, a namespace, what it holds, or what has not been used for long.
 
 It walks the prefix view from the leaves up, twice: once to count, once to remove. What stands behind a chunk always
 goes before it, so that no chunk is left that cannot be reached any more, wherever this is stopped. For the same reason
@@ -8,10 +8,8 @@ a chunk counts as used when anything that was built on it was.
 from __future__ import annotations
 
 import errno
-import fnmatch
 import functools
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -23,11 +21,13 @@ import typer
 
 from kvfs.chunk import SUFFIX
 from kvfs.config import format_size
+from kvfs.durations import parse_duration
 from kvfs.errors import KvfsError, UnavailableError, UsageError
 from kvfs.tools import listing, mounted, progress
 from kvfs.tools.mounted import Beat
-from kvfs.tools.progress import Track
-from kvfs.tools.words import format_count, parse_duration
+from kvfs.tools.progress import STEP_DEADLINE_S, Track
+from kvfs.tools.selecting import checked_prefix, find_prefixes, is_prefix, names_in, outermost
+from kvfs.tools.words import format_count
 
 EXAMPLES = """
 kvfs rm /mnt/kvfs SmolLM2 '0a1b2c3d*/4e5f6a7b*'
@@ -38,16 +38,22 @@ kvfs rm /mnt/kvfs SmolLM2 --older-than 3d
 
 What was not used for three days. Units are s, min (or m), h and d.
 
-kvfs rm /mnt/kvfs --all --older-than 12h --dry-run
+kvfs rm /mnt/kvfs --older-than 12h --dry-run
 
 Says what that would remove of every namespace.
 
 kvfs rm /mnt/kvfs SmolLM2
 
 All chunks of a namespace.
-"""
 
-_PATTERN = re.compile(r"[0-9a-f*?\[\]!-]+(/[0-9a-f*?\[\]!-]+)*")
+kvfs rm /mnt/kvfs --namespace SmolLM2
+
+The same, and the namespace itself if no engine uses it.
+
+kvfs rm /mnt/kvfs '0a1b2c3d*/4e5f6a7b*'
+
+A prefix, whichever namespace has it.
+"""
 
 
 @dataclass
@@ -58,6 +64,7 @@ class Removal:
         namespaces: whose chunks.
         chunks, bytes: how many and how large.
         gone: chunks that somebody else removed, or that were evicted, just before.
+        removed_namespaces: those that are gone themselves.
         dry_run: whether nothing was removed.
         interrupted: whether Ctrl-C ended it early.
     """
@@ -66,6 +73,7 @@ class Removal:
     chunks: int = 0
     bytes: int = 0
     gone: int = 0
+    removed_namespaces: list[str] = field(default_factory=list)
     dry_run: bool = False
     interrupted: bool = False
 
@@ -78,11 +86,13 @@ class _Selection:
         directories: for each namespace the prefixes that are removed; None: all.
         before_ns: only what was last used before this time; None: all.
         unmatched: PATHs that fit no prefix.
+        goes_whole: whether the namespaces themselves go.
     """
 
     directories: dict[str, list[str] | None] = field(default_factory=dict)
     before_ns: int | None = None
     unmatched: list[str] = field(default_factory=list)
+    goes_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +106,15 @@ class _Victim:
 
 def remove(
     mountpoint: Annotated[str, typer.Argument(help="Where the cache is mounted.")],
-    namespace: Annotated[str | None, typer.Argument(help="A namespace, or the beginning of its name.")] = None,
-    prefixes: Annotated[
-        list[str] | None, typer.Argument(metavar="PREFIX", help="PATHs that `kvfs ls` prints, in quotes.")
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAMESPACE] [PREFIX]...",
+            help="A namespace, or the beginning of its name, and PATHs that `kvfs ls` prints, in quotes.",
+        ),
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", metavar="NAMESPACE", help="All of it, and the namespace itself.")
     ] = None,
     older_than: Annotated[
         str | None, typer.Option("--older-than", metavar="AGE", help="Only what was last used so long ago: 90s, 3d.")
@@ -107,20 +123,24 @@ def remove(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and leave it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The summary in bytes, for programs.")] = False,
 ) -> None:
-    """Remove prefixes, all chunks of a namespace, or what was not used for long.
+    """Remove prefixes, a namespace or all its chunks, or what was not used for long.
 
     It does not ask. What is removed is gone for good when this returns.
     """
-    if namespace is None and not everything:
+    named = [*([namespace] if namespace is not None else []), *(what or ())]
+    if not named and not everything and older_than is None:
         raise UsageError(
-            "say what to remove: a NAMESPACE, or --all for every one, with --older-than AGE if only so old"
+            "say what to remove: a NAMESPACE, a PREFIX, or --all for everything, with --older-than AGE if only so old"
         )
-    if namespace is not None and everything:
-        raise UsageError(f"say either {namespace!r} or --all, not both")
+    if named and everything:
+        raise UsageError(f"say either {named[0]!r} or --all, not both")
     age_s = None if older_than is None else parse_duration(older_than, "--older-than")
-    wanted = [_checked(prefix) for prefix in prefixes or ()]
+    for prefix in named[1:]:
+        checked_prefix(prefix)
     path = mounted.find(mountpoint)
-    selection = mounted.ask(path, lambda beat: _select(path, namespace, wanted, beat))
+    selection = mounted.ask(path, lambda beat: _named(path, named, is_namespace=namespace is not None, beat=beat))
+    if namespace is not None and len(named) == 1 and age_s is None:
+        selection.goes_whole = True
     if age_s is not None:
         selection.before_ns = time.time_ns() - int(age_s * 1e9)
     for prefix in selection.unmatched:
@@ -138,6 +158,10 @@ def remove(
             if done.chunks:
                 typer.echo(f"kvfs: {_sentence(done)}, before this:", err=True)
             raise
+    if selection.goes_whole and not done.interrupted:
+        done.removed_namespaces = [
+            name for name in selection.directories if dry_run or mounted.ask(path, _Whole(path, name), STEP_DEADLINE_S)
+        ]
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(done), indent=2))
     else:
@@ -150,48 +174,65 @@ def remove(
 def _sentence(done: Removal) -> str:
     verb = "would remove" if done.dry_run else "removed"
     gone = f"; {done.gone:,} more went meanwhile" if done.gone else ""
-    return f"{verb} {format_count(done.chunks, 'chunk')}, {format_size(done.bytes)}{gone}"
+    whole = "".join(f", and the namespace {name}" for name in done.removed_namespaces)
+    return f"{verb} {format_count(done.chunks, 'chunk')}, {format_size(done.bytes)}{gone}{whole}"
 
 
-def _checked(prefix: str) -> str:
-    """A PATH as `kvfs ls` prints it, without slashes around it."""
-    stripped = prefix.strip("/")
-    if not _PATTERN.fullmatch(stripped):
-        raise UsageError(f"{prefix!r} is not the PATH of a prefix: copy one that `kvfs ls MOUNTPOINT NAMESPACE` prints")
-    return stripped
+def _named(path: str, named: list[str], *, is_namespace: bool, beat: Beat) -> _Selection:
+    """What is meant by a namespace and prefixes of it, or by prefixes of whichever namespace has them."""
+    if not named:
+        return _select(path, None, [], beat)
+    first = named[0]
+    if not is_namespace and is_prefix(first):
+        names = listing.namespace_names(path)
+        if not any(name.startswith(first) for name in names):
+            selection = _select(path, names, [checked_prefix(prefix) for prefix in named], beat)
+            if not selection.directories:
+                raise UsageError(f"there is neither a namespace nor a prefix {first!r} in {path}")
+            return selection
+    return _select(path, [listing.find_namespace(path, first, beat)], [checked_prefix(p) for p in named[1:]], beat)
 
 
-def _select(path: str, namespace: str | None, prefixes: list[str], beat: Beat) -> _Selection:
-    if namespace is None:
-        return _Selection(dict.fromkeys(listing.namespace_names(path)))
-    name = listing.find_namespace(path, namespace, beat)
+@dataclass(frozen=True)
+class _Whole:
+    """Removes a namespace that was emptied; says why if it stays."""
+
+    path: str
+    name: str
+
+    def __call__(self, beat: Beat) -> bool:
+        beat()
+        try:
+            os.rmdir(os.path.join(self.path, self.name))
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            why = {
+                errno.EBUSY: "an engine uses it",
+                errno.ENOTEMPTY: "chunks were stored in it meanwhile",
+            }.get(error.errno or 0)
+            if why is None:
+                raise
+            typer.echo(f"kvfs: the namespace {self.name} was emptied and stays: {why}", err=True)
+            return False
+        return True
+
+
+def _select(path: str, names: list[str] | None, prefixes: list[str], beat: Beat) -> _Selection:
+    """The prefixes of these namespaces, or all of them; None: of every namespace."""
+    names = listing.namespace_names(path) if names is None else names
     if not prefixes:
-        return _Selection({name: None})
-    top = os.path.join(path, name, "prefixes")
-    found: set[str] = set()
+        return _Selection(dict.fromkeys(names))
+    found: dict[str, list[str] | None] = {}
     unmatched = []
     for prefix in prefixes:
-        places = [top]
-        for pattern in prefix.split("/"):
-            places = [os.path.join(place, fit) for place in places for fit in _fitting(place, pattern)]
-            beat()
-        found.update(places)
-        if not places:
+        places = {name: find_prefixes(path, name, prefix, beat) for name in names}
+        if not any(places.values()):
             unmatched.append(prefix)
-    outermost = [place for place in sorted(found) if not any(place.startswith(f"{other}/") for other in found)]
-    return _Selection({name: outermost}, unmatched=unmatched)
-
-
-def _fitting(directory: str, pattern: str) -> list[str]:
-    names = [name for name in _names(directory) if not name.endswith(SUFFIX)]
-    return fnmatch.filter(names, pattern)
-
-
-def _names(directory: str) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except FileNotFoundError:
-        return []
+        for name, of_this in places.items():
+            if of_this:
+                found[name] = outermost([*(found.get(name) or ()), *of_this])
+    return _Selection(found, unmatched=unmatched)
 
 
 def _count(path: str, selection: _Selection, beat: Beat) -> Removal:
@@ -259,7 +300,7 @@ class _Walk:
 
         Chunks that were stored before those they are built on stand in a directory of their own there: it goes first.
         """
-        for name in sorted(_names(top), key=self._position, reverse=True):
+        for name in sorted(names_in(top), key=self._position, reverse=True):
             yield from self.victims(os.path.join(top, name))
 
     def victims(self, directory: str) -> Iterator[_Victim]:

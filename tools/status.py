@@ -52,9 +52,12 @@ def _headline(document: dict[str, Any]) -> str:
         "in " + format_count(document.get("num_namespaces", 0), "namespace"),
         f"· process {document.get('pid', '?')}, up {format_duration(document.get('uptime_s', 0))}",
     ]
-    dirty, leased = document.get("num_dirty", 0), document.get("num_leased", 0)
+    dirty, leased = document.get("num_dirty", 0), document.get("num_leases", 0)
     if leased:
         parts.append(f"· {leased:,} in use")
+    pinned = document.get("num_pinned", 0)
+    if pinned:
+        parts.append(f"· {pinned:,} pinned, which hold {format_size(document.get('held_bytes', 0))}")
     if dirty:
         parts.append(f"· {format_size(document.get('dirty_bytes', 0))} not yet on NVMe")
     return " ".join(parts)

@@ -119,7 +119,11 @@ def _list(path: str, namespace: str | None, beat: Beat) -> dict[str, dict[str, i
     chunks: dict[str, dict[str, int]] = {}
     for name in names:
         sizes = chunks[name] = {}
-        with os.scandir(os.path.join(path, name, "chunks")) as entries:
+        try:
+            entries = os.scandir(os.path.join(path, name, "chunks"))
+        except FileNotFoundError:  # the namespace is being removed
+            continue
+        with entries:
             for entry in entries:
                 beat()
                 try:
@@ -136,6 +140,9 @@ def _verify(path: str, chunks: dict[str, dict[str, int]], found: Findings, track
             namespace = namespaces.decode(Path(path, json_path).read_bytes())
             if namespace.directory != name:
                 raise FormatError(f"it is of the namespace {namespace.directory}")
+        except FileNotFoundError:
+            found.gone += len(sizes)
+            continue
         except KvfsError as error:
             found.bad.append(Bad(json_path, str(error)))
             continue

@@ -1,14 +1,8 @@
-"""Numbers and times as people read them. Sizes are in `kvfs.config`."""
+"""Numbers and times as people read them. Sizes are in `kvfs.config`, what is read from people in `kvfs.durations`."""
 
 from __future__ import annotations
 
-import re
-
-from kvfs.errors import UsageError
-
 _STEPS = ((60, "s"), (60, "min"), (24, "h"), (0, "d"))
-_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|m|h|d)")
-_SECONDS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
 
 
 def format_duration(seconds: float) -> str:
@@ -19,14 +13,6 @@ def format_duration(seconds: float) -> str:
             return f"{int(value)} {unit}"
         value /= step
     raise AssertionError("the last unit has no end")
-
-
-def parse_duration(text: str, what: str) -> float:
-    """Seconds in "90s", "15min" (or "15m"), "12h", "3d"; raises UsageError, which says `what` it was given for."""
-    match = _DURATION.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"{what}: {text!r} is not a duration: write 90s, 15min, 12h or 3d")
-    return float(match[1]) * _SECONDS[match[2]]
 
 
 def format_count(number: int, noun: str) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,20 @@ def test_rm_of_one_name_takes_the_other(engine: Any, wait: Any, by: str) -> None
     with pytest.raises(FileNotFoundError):
         other.read_bytes()
     assert engine.client.match(engine.chains("ab")).count == 1
+
+
+def test_rm_erases_what_proves_a_chunk(mounted: Any, engine: Any, wait: Any) -> None:
+    """When rm has returned, a scan of the volume finds the header of the removed chunk no more, though kill -9 follows."""
+    engine.store("ab")
+    wait(lambda: os.getxattr(engine.file("ab"), "user.kvfs.dirty") == b"0", "the chunks are clean")
+    volume = mounted.directory / "volume" / "volume"
+    marks = {path: f'"key":"{engine.key(path)}"'.encode() for path in ("a", "ab")}
+    assert all(mark in volume.read_bytes() for mark in marks.values())
+    assert run("rm", engine.file("ab")).returncode == 0
+    mounted.stop(signal.SIGKILL)
+    raw = volume.read_bytes()
+    assert marks["a"] in raw
+    assert marks["ab"] not in raw
 
 
 def test_what_is_open_stays_readable(engine: Any) -> None:
@@ -81,19 +98,70 @@ def test_rm_r_of_a_prefix(engine: Any) -> None:
     assert os.listdir(engine.chunks) == [f"{engine.key('q')}.safetensors"]
 
 
-def test_rm_rf_of_what_a_namespace_holds(engine: Any) -> None:
-    """Everything in it goes; the namespace itself stays, and says so."""
+def test_rm_rf_of_a_namespace_in_use(engine: Any) -> None:
+    """While a client is attached everything in it goes, and the namespace itself stays, and says so."""
     for path in ("abc", "axy"):
         engine.store(path)
     result = run("rm", "-rf", engine.directory)
     assert result.returncode == 1
     assert set(result.stderr.splitlines()) == {
-        f"rm: cannot remove '{engine.directory / name}': Operation not permitted"
+        f"rm: cannot remove '{engine.directory / name}': Device or resource busy"
         for name in ("namespace.json", "chunks", "prefixes")
     }
+    with pytest.raises(OSError, match="Device or resource busy"):
+        os.rmdir(engine.directory)
     assert os.listdir(engine.chunks) == os.listdir(engine.prefixes) == []
     engine.store("abc")
     engine.load("abc")
+
+
+@pytest.mark.parametrize("flag", ["-r", "-rf"])
+def test_rm_r_of_a_namespace(mounted: Any, engines: Callable[[Path], Any], wait: Any, flag: str) -> None:
+    """It goes without a trace, and for good; it comes back when a client attaches, empty."""
+    engine = engines(mounted.path)
+    for path in ("abc", "axy"):
+        engine.store(path)
+    with pytest.raises(OSError, match="Directory not empty"):
+        os.rmdir(engine.directory)
+    engine.client.close()
+    status = mounted.path / ".kvfs/status.json"
+    wait(lambda: json.loads(status.read_bytes())["num_sessions"] == 0, "the session ends")
+    result = run("rm", flag, engine.directory)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert gone(engine.directory)
+    assert set(os.listdir(mounted.path)) == {"README.txt", ".kvfs"}
+    mounted.stop(signal.SIGKILL)
+    mounted.start()
+    assert set(os.listdir(mounted.path)) == {"README.txt", ".kvfs"}
+    for _ in range(3):  # what is removed and comes back is new to the kernel
+        again = engines(mounted.path)
+        again.store("ab")
+        again.load("ab")
+        assert len(os.listdir(again.chunks)) == 2
+        assert (again.directory / "namespace.json").stat().st_size > 0
+        again.client.close()
+        wait(lambda: json.loads(status.read_bytes())["num_sessions"] == 0, "the session ends")
+        assert run("rm", flag, again.directory).returncode == 0
+        assert gone(again.directory)
+
+
+def test_pieces_of_an_empty_namespace(mounted: Any, engines: Callable[[Path], Any], wait: Any) -> None:
+    """They can be removed one by one, and are there again when a client comes."""
+    engine = engines(mounted.path)
+    engine.store("a")
+    os.unlink(engine.file("a"))
+    engine.client.close()
+    status = mounted.path / ".kvfs/status.json"
+    wait(lambda: json.loads(status.read_bytes())["num_sessions"] == 0, "the session ends")
+    os.rmdir(engine.chunks)
+    os.unlink(engine.directory / "namespace.json")
+    assert os.listdir(engine.directory) == ["prefixes"]
+    assert gone(engine.chunks)
+    again = engines(mounted.path)
+    again.store("ab")
+    assert sorted(os.listdir(engine.directory)) == ["chunks", "namespace.json", "prefixes"]
+    assert len(os.listdir(engine.chunks)) == 2
+    assert again.file("ab").read_bytes()[-4096:-2048] == b"b" * 2048
 
 
 def test_rmdir(engine: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 
 import pytest
 
 from kvfs.errors import UsageError
-from kvfs.index import FILE_NAME, Batch, ChunkRow, Index, NamespaceRow
+from kvfs.index import FILE_NAME, Batch, ChunkRow, Index, LimitRow, NamespaceRow, PinRow
 
 IDENTITY = bytes(range(16))
 NAMESPACE = NamespaceRow(1, "ns", b"{}", 5)
@@ -40,6 +41,34 @@ def test_what_was_committed_is_there(path: Path) -> None:
     index = Index.open(path, IDENTITY)
     assert index.chunks() == [row(0), row(1), row(2)]
     assert index.namespaces() == [NAMESPACE]
+    index.close()
+
+
+def test_an_index_of_an_earlier_kvfs_gets_what_it_lacks(path: Path) -> None:
+    """Tables that came later are added; nothing is lost, and the version stays, so that the earlier one reads it too."""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript("DROP TABLE pins; DROP TABLE limits;")
+    index = Index.open(path, IDENTITY)
+    assert index.chunks() == [row(0), row(1), row(2)]
+    assert (index.pins(), index.limits()) == ([], [])
+    index.commit(Batch(pins={(1, row(0).key): 77}, limits={1: LimitRow(1, 5, None)}))
+    index.close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
+
+
+def test_pins_and_limits(path: Path) -> None:
+    """The last word counts; what is removed takes its own with it."""
+    index = Index.open(path, IDENTITY)
+    first, second = (1, row(0).key), (2, row(1).key)
+    index.commit(Batch(pins={first: 5, second: 6}, limits={1: LimitRow(1, 5, None), 2: LimitRow(2, None, 7)}))
+    index.commit(Batch(pins={first: 8}))
+    assert set(index.pins()) == {PinRow(*first, 8), PinRow(*second, 6)}
+    index.commit(Batch(pins={second: None}, limits={2: LimitRow(2, None, None)}))
+    assert index.pins() == [PinRow(*first, 8)]
+    index.commit(Batch(removed=[1], put=[row(5)], limits={3: LimitRow(3, 1, 1)}))
+    assert (index.namespaces(), index.pins(), index.chunks()) == ([], [], [row(5)])
+    assert index.limits() == [LimitRow(2, None, None), LimitRow(3, 1, 1)]
     index.close()
 
 

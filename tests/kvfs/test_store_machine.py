@@ -44,13 +44,14 @@ from hypothesis.stateful import (
 from kvfs import keys
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.chunk import Facts, Geometry, build_header, geometry
-from kvfs.errors import UnavailableError
+from kvfs.errors import CapacityError, UnavailableError
 from kvfs.index import FILE_NAME as INDEX
 from kvfs.intake import Handed, Reservation, WindowSlot
 from kvfs.keys import ChainHash, Key, KeyChain
 from kvfs.messages import NewChunk, StoreStatus, Tier
 from kvfs.namespace import Namespace
 from kvfs.opening import open_store
+from kvfs.pins import FOREVER
 from kvfs.promotion import Promotion
 from kvfs.testing import LosingSystem, checksums_of, payload_of, settings_in, sized_namespace
 from kvfs.volume import FILE_NAME as VOLUME
@@ -60,6 +61,7 @@ STORED, EXISTS, REFUSED, BAD = StoreStatus.STORED, StoreStatus.EXISTS, StoreStat
 
 RAM_BYTES = 2 << 20
 VOLUME_BYTES = (3 << 20, 5 << 20, 12 << 20, None)
+HOLDS_ALL_BYTES = 12 << 20
 STEPS_OF_A_LIFE = 15
 """After so many the store may be restarted; hypothesis would choose to do it all the time."""
 HANGS_AFTER_S = 30.0
@@ -112,6 +114,11 @@ NODES = [
     ]
 ]  # fmt: skip
 NODE_AT = {(node.namespace, node.key): node for node in NODES}
+EVENTS = frozenset({
+    "namespace", "namespace_removed", "publish", "rm", "evict", "expire", "degraded", "recovered", "pin", "pin_refused",
+    "unpin", "limits",
+})  # fmt: skip
+QUOTAS = (None, 300 << 10, 1 << 20, 2 << 20)
 
 
 @dataclass(eq=False)
@@ -129,11 +136,15 @@ class Hold:
 class Model:
     """What the test knows of one run of the store.
 
-    Attributes: visible; known: every chunk that was ever visible; evicted: those whose eviction may not be durable yet;
+    Attributes: visible; pinned; quotas and bytes of the namespaces, by number; known: every chunk that was ever visible; evicted: those whose eviction may not be durable yet;
     reservations, holds: what the test has to give back; promotions: those that had not ended when last looked at.
     """
 
     visible: set[Node] = field(default_factory=set)
+    pinned: set[Node] = field(default_factory=set)
+    quotas: list[int | None] = field(default_factory=lambda: [None] * len(NAMESPACES))
+    num_bytes: list[int] = field(default_factory=lambda: [0] * len(NAMESPACES))
+    is_expiring: bool = False
     known: set[Chunk] = field(default_factory=set)
     evicted: set[Node] = field(default_factory=set)
     reservations: list[tuple[Node, Reservation]] = field(default_factory=list)
@@ -144,6 +155,17 @@ class Model:
     num_evictions: int = 0
     num_steps: int = 0
     was_degraded: bool = False
+
+    @property
+    def held(self) -> set[Node]:
+        """What is pinned, and what of its chain is stored without a gap."""
+        held = set()
+        for node in self.pinned:
+            above: Node | None = node
+            while above in self.visible:
+                held.add(above)
+                above = NODE_AT.get((above.namespace, Key(above.new.parent)))
+        return held
 
 
 class Loop:
@@ -305,7 +327,10 @@ class StoreMachine(RuleBasedStateMachine):
         if isinstance(result, Reservation):
             return result
         if result is REFUSED:
-            self._assert_ram_is_under_pressure()
+            table = self._table(node)
+            size = table.stored_bytes + table.reserved_bytes + node.geo.file_bytes
+            if table.quota_bytes is None or size <= table.quota_bytes:
+                self._assert_ram_is_under_pressure()
         else:
             assert result is EXISTS
             assert self._chunk(node) is not None
@@ -316,7 +341,8 @@ class StoreMachine(RuleBasedStateMachine):
         nvme = self.store.statistics().nvme
         must_be_clean = nvme is not None and not nvme.is_degraded
         for chunk in self.store.catalog.chunks():
-            assert chunk.ram == NOWHERE or chunk.leases or (must_be_clean and chunk.is_dirty), chunk
+            is_kept = self.store._residency.pins.is_held(chunk) and (nvme is None or chunk.is_dirty)
+            assert chunk.ram == NOWHERE or chunk.leases or is_kept or (must_be_clean and chunk.is_dirty), chunk
 
     async def _do_publish(self, taken: Sequence[tuple[Node, Reservation]], bad: int = -1) -> list[StoreStatus]:
         """Publish all at once, number `bad` with wrong bytes, as a session does it."""
@@ -543,7 +569,12 @@ class StoreMachine(RuleBasedStateMachine):
     # removing
 
     async def _do_remove(self, chunks: Sequence[Chunk]) -> None:
-        await self.store.remove(chunks)
+        if self.is_device_free:
+            await self.store.remove(chunks)
+        else:  # it is out of sight at once; until the header is erased it does not return
+            self.loop._nursery.start_soon(self.store.remove, [*chunks])
+            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()
         assert all(chunk.is_removed for chunk in chunks)
 
     @rule(nodes=st.lists(a_node, min_size=1, max_size=2), is_recursive=st.booleans())
@@ -556,9 +587,92 @@ class StoreMachine(RuleBasedStateMachine):
                 doomed = {below for chunk in doomed if chunk.home is not None for below in chunk.home.subtree()}
             gone = [(chunk.table.number, chunk.key) for chunk in doomed]
             await self._do_remove(sorted(doomed, key=lambda chunk: chunk.inode))
-            if self.nvme:
+            if self.nvme and self.is_device_free:
                 with contextlib.closing(sqlite3.connect(self.directory / "nvme" / INDEX)) as index:
                     assert not {*index.execute("SELECT namespace, key FROM chunks")}.intersection(gone)
+
+        self.loop.run(work)
+
+    # pins
+
+    @rule(nodes=st.lists(a_node, min_size=1, max_size=3))
+    def pin(self, nodes: list[Node]) -> None:
+        """Those of them that are there. When it returns they are pinned for good."""
+
+        async def work() -> None:
+            self._do_take_events()
+            found = [node for node in nodes if node in self.model.visible]
+            before = self.model.pinned
+            self.model.pinned = before.union(found)
+            size = sum(node.geo.file_bytes for node in self.model.held)
+            lowest = self.store.capacity().total_bytes
+            try:
+                await self.store.limits.pin([chunk for node in found if (chunk := self._chunk(node))], FOREVER)
+            except CapacityError:
+                assert size > lowest * 3 // 4
+                self.model.pinned = before
+
+        self.loop.run(work)
+
+    @rule(nodes=st.lists(a_node, min_size=1, max_size=8))
+    def unpin(self, nodes: list[Node]) -> None:
+        self.loop.run(lambda: self._do_unpin(nodes))
+
+    async def _do_unpin(self, nodes: Sequence[Node]) -> None:
+        self._do_take_events()
+        number = len(self.model.pinned.intersection(nodes))
+        self.model.pinned.difference_update(nodes)
+        chunks = [chunk for node in dict.fromkeys(nodes) if (chunk := self._chunk(node)) is not None]
+        assert await self.store.limits.unpin(chunks) == number
+
+    # limits of namespaces
+
+    @rule(number=st.integers(0, len(NAMESPACES) - 1), quota=st.sampled_from(QUOTAS))
+    def set_quota(self, number: int, quota: int | None) -> None:
+        self.model.quotas[number] = quota
+        self.loop.run(lambda: self.store.limits.set_quota(self.tables[number], quota))
+
+    @rule(number=st.integers(0, len(NAMESPACES) - 1))
+    def expire(self, number: int) -> None:
+        """Everything is too old: what is left is held, or something that is left is built on it."""
+        table = self.tables[number]
+
+        async def work() -> None:
+            self._do_take_events()
+            self.model.is_expiring = True
+            was_leased = {chunk for chunk in table.chunks.values() if chunk.leases}  # write-behind may end meanwhile
+            await self.store.limits.set_max_age(table, 0)
+            self._do_take_events()
+            needed = {chunk.parent for chunk in table.chunks.values()}
+            for chunk in table.chunks.values():
+                node = self._node_of(chunk)
+                assert node in self.model.held or chunk in was_leased or chunk.key in needed
+            await self.store.limits.set_max_age(table, None)
+            self.model.is_expiring = False
+
+        self.loop.run(work)
+
+    @rule(number=st.integers(0, len(NAMESPACES) - 1))
+    def remove_namespace(self, number: int) -> None:
+        """With all that is in it, and it is used again at once."""
+        table = self.tables[number]
+
+        async def work() -> None:
+            for node, reservation in [*self.model.reservations]:
+                if reservation.table is table:
+                    self.store.abort(reservation)
+                    self.model.reservations.remove((node, reservation))
+            await self._do_remove([*table.chunks.values()])
+            self._do_take_events()
+            self.store.remove_namespace(table)
+            await self.store.settle()
+            if self.nvme:
+                with contextlib.closing(sqlite3.connect(self.directory / "nvme" / INDEX)) as index:
+                    for name in ("chunks", "pins", "limits"):
+                        found = index.execute(f"SELECT count(*) FROM {name} WHERE namespace = ?", (table.number,))
+                        assert found.fetchone() == (0,)
+            self.tables[number] = self.store.attach(NAMESPACES[number])
+            self.model.quotas[number] = None
 
         self.loop.run(work)
 
@@ -635,6 +749,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _flush(self) -> None:
         async def work() -> None:
+            if self.nvme != HOLDS_ALL_BYTES:  # there might never be a gap between what is held
+                await self._do_unpin(NODES)
             while any(promotion.num_left for promotion in self.model.promotions):
                 await trio.lowlevel.checkpoint()  # their leases may be the last of removed chunks
             assert await self.store.flush(1e9)
@@ -657,7 +773,10 @@ class StoreMachine(RuleBasedStateMachine):
         self._close()
         self._do_take_events()
         before = {node: chunk.hits for node in self.model.visible if (chunk := self._chunk(node))}
+        pinned, quotas = self.model.pinned, self.model.quotas
         self._open()
+        self.model.pinned = pinned & self.model.visible
+        self.model.quotas = quotas if self.nvme else self.model.quotas
         assert self.model.visible == (set(before) if self.nvme else set())
         for node in self.model.visible:
             chunk = self._chunk(node)
@@ -673,11 +792,14 @@ class StoreMachine(RuleBasedStateMachine):
             self.flush(1)
         self._check()
         to = self.root / str(next(self.lives))
+        pinned, quotas = set(self.model.pinned), self.model.quotas
         clean, visible, may_return = self.loop.run(lambda: self._do_crash(to))
         self._close()
         shutil.rmtree(self.directory)
         self.directory = to
         self._open()
+        self.model.pinned = pinned & self.model.visible
+        self.model.quotas = quotas if self.nvme else self.model.quotas
         assert clean <= self.model.visible <= visible | may_return
         if is_flushed and self.nvme:
             assert self.model.visible == visible
@@ -724,6 +846,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._do_take_events()
         self._do_check_bytes()
         self._do_check_tiers()
+        self._do_check_quotas()
 
     def _do_take_events(self) -> None:
         """What is visible is what the events say, and each event was called for."""
@@ -733,12 +856,13 @@ class StoreMachine(RuleBasedStateMachine):
         removed = set()
         for event in map(json.loads, raw.splitlines()):
             kind = event["event"]
-            assert kind in ("namespace", "publish", "rm", "evict", "degraded", "recovered"), event
+            assert kind in EVENTS, event
             if kind == "degraded":
                 model.was_degraded = True
             if "key" not in event:
                 continue
             node = NODE_AT[self.numbers[event["namespace"]], Key(bytes.fromhex(event["key"]))]
+            was_held = model.held
             if kind == "publish":
                 assert node not in model.visible
                 model.visible.add(node)
@@ -746,18 +870,26 @@ class StoreMachine(RuleBasedStateMachine):
             model.visible.remove(node)
             if kind == "rm":
                 removed.add(node)
+                model.pinned.discard(node)
             else:
+                assert kind == "evict" or model.is_expiring
+                assert node not in was_held, f"{node} was evicted though it was held"
                 model.evicted.add(node)
-                model.num_evictions += 1
+                model.num_evictions += kind == "evict"
         for hold in model.holds:
             if hold.chunk.is_removed and not hold.was_removed:
                 assert hold.node in removed, f"{hold.node} was evicted while it was held"
                 hold.was_removed = True
         found = {self._node_of(chunk) for chunk in self.store.catalog.chunks()}
         assert found == model.visible
+        pinned = {node for node in found if (chunk := self._chunk(node)) and self.store.limits.end_of_pin(chunk)}
+        assert pinned == model.pinned
+        statistics = self.store.statistics()
+        assert statistics.num_pinned == len(pinned)
+        assert statistics.held_bytes == sum(node.geo.file_bytes for node in model.held)
         counters = self.store.counters
         if self.nvme and not model.was_degraded:
-            assert counters.evictions_nvme == model.num_evictions
+            assert counters.evictions_nvme + counters.evictions_quota == model.num_evictions
         assert counters.corrupt == 0
 
     def _do_check_bytes(self) -> None:
@@ -794,6 +926,19 @@ class StoreMachine(RuleBasedStateMachine):
             assert statistics.nvme.used_bytes >= sum(length for _, length in on_nvme)
             assert statistics.nvme.num_chunks == sum(chunk.nvme != NOWHERE for chunk in self.store.catalog.chunks())
 
+    def _do_check_quotas(self) -> None:
+        """A namespace that has more than its quota, because that was set later, does not grow."""
+        model = self.model
+        for number, table in enumerate(self.tables):
+            stored = sum(node.geo.file_bytes for node in model.visible if node.namespace == number)
+            waiting = [one for _, one in [*model.reservations, *self.being_published] if one.table is table]
+            reserved = sum(one.geometry.file_bytes for one in waiting)
+            assert (table.stored_bytes, table.reserved_bytes) == (stored, reserved)
+            quota = table.quota_bytes
+            assert quota == model.quotas[number]
+            assert quota is None or stored + reserved <= max(quota, model.num_bytes[number])
+            model.num_bytes[number] = stored + reserved
+
     def _do_check_quiet(self) -> None:
         """Nothing is under way: only what the test holds is leased, and NVMe has room for all but what is clean."""
         model, statistics = self.model, self.store.statistics()
@@ -808,7 +953,7 @@ class StoreMachine(RuleBasedStateMachine):
 COMMON = settings(
     deadline=None, print_blob=True, suppress_health_check=list(HealthCheck), phases=set(Phase) - {Phase.explain}
 )
-EXPECTED = pytest.mark.expect_log("writing to NVMe|could not be read")
+EXPECTED = pytest.mark.expect_log("writing to NVMe|could not be read|a pin was refused|could not be erased")
 
 
 def play(directory: Path, how: settings) -> None:

@@ -10,7 +10,9 @@ import pytest
 
 from kvfs.catalog import Catalog, Chunk, ChunkTable
 from kvfs.mount.errnos import Refused
-from kvfs.mount.tree import Fixed, Node, Role, Tree, is_directory
+from kvfs.mount.tree import FIRST_TABLE_INODE, Fixed, Node, Role, Tree, is_directory
+from kvfs.namespace import Namespace
+from kvfs.testing import tiny_namespace
 
 Add = Callable[[str], Chunk]
 
@@ -42,7 +44,7 @@ def test_layout(tree: Tree, table: ChunkTable, add: Add) -> None:
     chunk = add("a")
     assert names(tree, tree.root) == ["README.txt", ".kvfs", table.directory]
     assert names(tree, walk(tree, ".kvfs")) == ["session", "status.json", "metrics", "events", "config.toml"]
-    assert names(tree, walk(tree, table.directory)) == ["namespace.json", "chunks", "prefixes"]
+    assert names(tree, walk(tree, table.directory)) == ["chunks", "prefixes", "namespace.json"]
     assert names(tree, walk(tree, f"{table.directory}/chunks")) == [chunk.file_name]
     assert names(tree, walk(tree, f"{table.directory}/prefixes")) == [chunk.key.hex()]
     assert names(tree, walk(tree, f"{table.directory}/prefixes/{chunk.key.hex()}")) == [chunk.file_name]
@@ -95,7 +97,7 @@ def test_nothing_is_open_to_others(tree: Tree, table: ChunkTable, add: Add) -> N
         if not stat.S_ISLNK(mode):
             assert not mode & 0o007
         if stat.S_ISREG(mode):
-            assert not mode & 0o222
+            assert mode & 0o222 == (0o200 if isinstance(node, Chunk) else 0)  # else nobody may set its attributes
         if is_directory(node):
             assert stat.S_ISDIR(mode)
             waiting += tree.entries(node)
@@ -181,14 +183,92 @@ def test_rmdir(tree: Tree, catalog: Catalog, table: ChunkTable, add: Add) -> Non
         tree.remove_directory(prefixes, name)
 
 
-@pytest.mark.parametrize("name", ["chunks", "prefixes"])
-def test_rmdir_of_what_is_always_there(tree: Tree, table: ChunkTable, name: str) -> None:
-    with refused(errno.EPERM):
-        tree.remove_directory(walk(tree, table.directory), name.encode())
-    with refused(errno.EPERM):
+def test_rmdir_of_what_is_always_there(tree: Tree, table: ChunkTable, add: Add) -> None:
+    add("a")
+    for name in ("chunks", "prefixes"):
+        with refused(errno.ENOTEMPTY):
+            tree.remove_directory(walk(tree, table.directory), name.encode())
+    with refused(errno.ENOTEMPTY):
         tree.remove_directory(tree.root, table.directory.encode())
+    with refused(errno.EPERM):
+        tree.remove_directory(tree.root, b".kvfs")
     with refused(errno.ENOTDIR):
         tree.remove_directory(tree.root, b"README.txt")
+
+
+def test_an_empty_namespace_is_removed(
+    tree: Tree, catalog: Catalog, table: ChunkTable, namespace: Namespace, add: Add
+) -> None:
+    """Whole, or piece by piece as `rm -r` does it; while a client is attached it stays as it is."""
+    catalog.discard(add("a"))
+    directory = walk(tree, table.directory)
+    chunks = walk(tree, f"{table.directory}/chunks")
+    table.num_sessions = 1
+    for name in ("chunks", "prefixes"):
+        with refused(errno.EBUSY):
+            tree.remove_directory(directory, name.encode())
+    with refused(errno.EBUSY):
+        tree.chunk_to_unlink(directory, b"namespace.json")
+    with refused(errno.EBUSY):
+        tree.remove_directory(tree.root, table.directory.encode())
+    assert names(tree, directory) == ["chunks", "prefixes", "namespace.json"]
+    table.num_sessions = 0
+    listing = tree.entries(directory)
+    for name in ("chunks", "prefixes"):
+        assert tree.remove_directory(directory, name.encode()) is None
+        with refused(errno.ENOENT):
+            tree.remove_directory(directory, name.encode())
+    assert tree.chunk_to_unlink(directory, b"namespace.json") is None
+    assert names(tree, directory) == [node for node in listing if tree.holds(directory, node)] == []
+    assert tree.attributes(chunks).links == 0
+    assert tree.remove_directory(tree.root, table.directory.encode()) is table
+    catalog.forget(table)
+    assert tree.lookup(tree.root, table.directory.encode()) is None
+    assert names(tree, tree.root) == ["README.txt", ".kvfs"]
+    assert tree.entries(chunks) == []
+    assert tree.attributes(directory).links == 0
+    catalog.table(namespace, 7)
+    again = walk(tree, f"{table.directory}/chunks")
+    assert tree.attributes(again).inode != tree.attributes(chunks).inode
+
+
+@pytest.mark.parametrize("how", ["a chunk is stored", "a client attaches"])
+def test_hidden_names_appear_again(tree: Tree, catalog: Catalog, table: ChunkTable, add: Add, how: str) -> None:
+    """As other directories than those that the kernel has seen removed."""
+    directory = walk(tree, table.directory)
+    before = {name: tree.lookup(directory, name.encode()) for name in names(tree, directory)}
+    tree.chunk_to_unlink(directory, b"namespace.json")
+    tree.remove_directory(directory, b"chunks")
+    assert names(tree, directory) == ["prefixes"]
+    if how == "a client attaches":
+        table.num_attached += 1
+    else:
+        chunk = add("a")
+        parent, _ = tree.places(chunk, None)[0]
+        assert parent == tree.attributes(walk(tree, f"{table.directory}/chunks")).inode
+    assert names(tree, directory) == ["chunks", "prefixes", "namespace.json"]
+    for name, node in before.items():
+        assert (tree.lookup(directory, name.encode()) is node) == (name == "prefixes")
+    for chunk in list(catalog.chunks()):
+        catalog.discard(chunk)
+    assert names(tree, directory) == ["chunks", "prefixes", "namespace.json"]
+
+
+def test_inodes_of_removed_namespaces_are_used_again(
+    tree: Tree, catalog: Catalog, table: ChunkTable, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After many others, and never one that is in use."""
+    monkeypatch.setattr("kvfs.mount.tree.LAST_FIXED_INODE", FIRST_TABLE_INODE + 9)
+    kept = catalog.table(tiny_namespace(), 0)
+    inodes = [tree.attributes(walk(tree, kept.directory)).inode]
+    for _ in range(5):
+        inodes.append(tree.attributes(walk(tree, table.directory)).inode)
+        assert tree.remove_directory(tree.root, table.directory.encode()) is table
+        catalog.forget(table)
+        table = catalog.table(namespace, 0)
+        assert inodes[-1] not in [tree.attributes(node).inode for node in tree.entries(walk(tree, kept.directory))]
+    assert tree.attributes(walk(tree, kept.directory)).inode == inodes[0]
+    assert len(set(inodes)) < 6
 
 
 def test_a_removed_chunk_has_no_name_left(tree: Tree, catalog: Catalog, table: ChunkTable, add: Add) -> None:

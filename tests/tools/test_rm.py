@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from kvfs.client import Client
+from kvfs.durations import parse_duration
 from kvfs.errors import UsageError
 from kvfs.keys import KeyChain, root
 from kvfs.tools import rm
-from kvfs.tools.words import parse_duration
 
 from .conftest import DEADLINE_S, KVFS, NAMESPACE, Mount, kvfs, store, wait_for
 
@@ -57,8 +57,9 @@ def test_what_is_no_age(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "say what to remove: a NAMESPACE, or --all"),
-        (["--older-than=3d"], "say what to remove: a NAMESPACE, or --all"),
+        ([], "say what to remove: a NAMESPACE, a PREFIX, or --all"),
+        (["--older-than=3d"], "kvfs is not mounted on /nowhere"),
+        (["--all", "--namespace=tiny"], "say either 'tiny' or --all, not both"),
         (["tiny", "--all"], "say either 'tiny' or --all, not both"),
         (["tiny", "--older-than=3"], "--older-than: '3' is not a duration"),
         (["tiny", "../chunks"], "'../chunks' is not the PATH of a prefix"),
@@ -124,6 +125,48 @@ def test_namespaces(mount: Mount) -> None:
     assert kvfs("umount", mount.path).returncode == 0
 
 
+def test_a_prefix_of_whichever_namespace(mount: Mount) -> None:
+    """Without a namespace PATHs are looked for in all; what is neither is told of, and nothing is removed."""
+    mount.start()
+    keys = store(mount.path, list(range(48)))
+    others = store(mount.path, list(range(32)), OTHER)
+    alone = store(mount.path, list(range(900, 932)))
+    result = kvfs("rm", mount.path, "0123abcd*")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("kvfs: there is neither a namespace nor a prefix '0123abcd*'")
+    result = kvfs("rm", mount.path, "nowhere")
+    assert result.returncode == 2
+    assert "there is no namespace 'nowhere'" in result.stderr
+    assert mount.json("rm", f"{keys[0][:10]}*", f"{others[0][:8]}*")["chunks"] == 5
+    assert stored(mount) == {*alone}
+    assert mount.json("rm", "--older-than=0s")["chunks"] == 2
+    assert mount.json("status")["num_namespaces"] == 2
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_a_namespace_and_its_directory(mount: Mount) -> None:
+    """Emptied, and gone if nobody uses it; one that is in use stays, and that is said."""
+    mount.start()
+    store(mount.path, list(range(48)))
+    store(mount.path, list(range(32)), OTHER)
+    wait_for("the sessions end", lambda: mount.json("status")["num_sessions"] == 0)
+    with Client(mount.path, NAMESPACE, deadline_s=5.0) as client:
+        client.match([bytes(32)])  # type: ignore[list-item]
+        result = kvfs("rm", mount.path, "--namespace=tiny")
+        assert result.stdout == "kvfs: removed 3 chunks, 24.0 KiB\n"
+        assert result.stderr == f"kvfs: the namespace {NAMESPACE.directory} was emptied and stays: an engine uses it\n"
+    wait_for("the session ends", lambda: mount.json("status")["num_sessions"] == 0)
+    dry = mount.json("rm", "--namespace=tiny", "--dry-run")
+    assert (dry["chunks"], dry["removed_namespaces"]) == (0, [NAMESPACE.directory])
+    assert mount.json("rm", "--namespace", "other", "--older-than=1h")["removed_namespaces"] == []
+    result = kvfs("rm", mount.path, "--namespace=tiny")
+    assert result.stdout == f"kvfs: removed 0 chunks, 0 B, and the namespace {NAMESPACE.directory}\n"
+    assert mount.json("rm", "--namespace", "other")["removed_namespaces"] == [OTHER.directory]
+    assert mount.json("status")["num_namespaces"] == 0
+    assert kvfs("ls", mount.path).returncode == 0
+    assert kvfs("umount", mount.path).returncode == 0
+
+
 def test_a_chunk_is_as_young_as_what_was_built_on_it(mount: Mount) -> None:
     """A load of one branch keeps the chunk that both begin with; the other branch is old."""
     mount.start()
@@ -136,7 +179,7 @@ def test_a_chunk_is_as_young_as_what_was_built_on_it(mount: Mount) -> None:
         load.wait(NAMESPACE.num_layers)
 
     path = str(mount.path)
-    selection = rm._select(path, "tiny", [], lambda: None)
+    selection = rm._select(path, [NAMESPACE.directory], [], lambda: None)
     selection.before_ns = then_ns
     assert rm._count(path, selection, lambda: None).chunks == 2
     victims = rm._victims(path, selection, lambda: None)

@@ -94,7 +94,7 @@ def shown(document: dict[str, object], path: str = "/mnt/kvfs") -> str:
 def test_status_shows_what_matters() -> None:
     document = {
         "version": "9.9", "pid": 7, "uptime_s": 7200.5, "num_chunks": 1234, "num_namespaces": 1, "num_dirty": 3,
-        "dirty_bytes": 3 << 20, "num_leased": 2,
+        "dirty_bytes": 3 << 20, "num_leases": 2,
         "ram": {"num_chunks": 10, "used_bytes": 1 << 30, "capacity_bytes": 4 << 30, "kind": "memfd"},
         "nvme": {"num_chunks": 9, "used_bytes": 0, "capacity_bytes": 64 << 30, "kind": "direct", "is_degraded": True},
         "counters": {"loads_ram": 5, "loads_missed": 0, "loaded_bytes": 1 << 20},

@@ -1,0 +1,241 @@
+"""Limits: what a person has said of chunks and namespaces, made durable and kept to: pins, quotas, ages.
+
+A quota bounds the bytes of a namespace's chunk files. A store beyond it evicts the namespace's own least worthy chunks,
+or is refused at once. An age bounds how long a chunk may lie unused; it counts as used when anything built on it was.
+What is pinned, or held by a client, stays in either case.
+
+Concurrency: belongs to the event loop's thread. Methods that are `async` return when what was asked for is durable; it
+is in force before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from weakref import WeakKeyDictionary
+
+import trio
+
+from kvfs.catalog import Chunk, ChunkTable
+from kvfs.config import format_size
+from kvfs.durations import NS
+from kvfs.errors import CapacityError, UnavailableError, UsageError
+from kvfs.index import LimitRow
+from kvfs.keys import Key
+from kvfs.pins import FOREVER
+from kvfs.residency import Residency
+from kvfs.system import System
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 60.0  # whatever happens: the wall clock may be set
+_AT_ONCE = 2000
+_PINNED_AT_MOST = (3, 4)
+_SHARE_AT_ONCE = 32  # of a quota: looking for victims passes over the chunks of all others
+_LOOK_AGAIN_S = 0.05  # when nothing could go
+_EXPIRED_AT_ONCE = 500
+
+
+class Limits:
+    """The limits of one store. `run` must be running for anything to end in time."""
+
+    def __init__(self, residency: Residency, system: System) -> None:
+        self._residency = residency
+        self._system = system
+        self._wake = trio.Event()
+        self._full_until: WeakKeyDictionary[ChunkTable, float] = WeakKeyDictionary()  # of trio's clock
+
+    # pins
+
+    async def pin(self, chunks: Sequence[Chunk], until_ns: int) -> int:
+        """Pin chunks until then, nanoseconds since the epoch or FOREVER; returns how many were there.
+
+        Raises CapacityError if more than 3/4 of the lowest tier would have to stay, with nothing pinned;
+        UnavailableError if it may not be durable.
+        """
+        residency, pins = self._residency, self._residency.pins
+        part, whole = _PINNED_AT_MOST
+        most = residency.lowest.extents.capacity * part // whole
+        needed = pins.bytes_to_hold(chunk for chunk in chunks if not chunk.is_removed)
+        if needed and pins.held_bytes + needed > most:
+            reason = (
+                f"pins may hold {format_size(most)}, {part}/{whole} of the tier: {format_size(pins.held_bytes)} are held, "
+                f"and {format_size(needed)} more were to be"
+            )
+            log.warning("a pin was refused: %s", reason)
+            residency.events.append("pin_refused", reason=reason)
+            raise CapacityError(reason)
+        count = 0
+        remaining = iter(chunks)
+        while some := list(islice(remaining, _AT_ONCE)):
+            for chunk in some:
+                if not chunk.is_removed:
+                    pins.pin(chunk, until_ns)
+                    self._keep(chunk, until_ns)
+                    count += 1
+            await trio.lowlevel.checkpoint()
+        if count:
+            until = "forever" if until_ns == FOREVER else until_ns
+            residency.events.append("pin", namespace=chunks[0].table.directory, chunks=count, until_ns=until)
+        self._wake.set()
+        await residency.settle()
+        return count
+
+    async def unpin(self, chunks: Iterable[Chunk]) -> int:
+        """End the pins of these chunks; returns how many had one. Raises UnavailableError if it may not be durable."""
+        remaining = iter(chunks)
+        count = 0
+        while some := list(islice(remaining, _AT_ONCE)):
+            count += self._ended([chunk for chunk in some if self._residency.pins.unpin(chunk)])
+            await trio.lowlevel.checkpoint()
+        await self._residency.settle()
+        return count
+
+    def end_of_pin(self, chunk: Chunk) -> int | None:
+        """When a chunk's pin ends, nanoseconds since the epoch or FOREVER; None if it is not pinned."""
+        return self._residency.pins.end_of(chunk, self._system.time_ns())
+
+    def common_end(self, chunks: Iterable[Chunk]) -> int | None:
+        """The first end among the pins of these chunks, None unless every one is pinned."""
+        return self._residency.pins.common_end(chunks, self._system.time_ns()) if self._residency.pins else None
+
+    def _keep(self, chunk: Chunk, until_ns: int | None) -> None:
+        if self._residency.commits is not None:
+            self._residency.commits.pin(chunk.table.number, chunk.key, until_ns)
+
+    def _ended(self, chunks: list[Chunk]) -> int:
+        by_namespace: dict[str, int] = {}
+        for chunk in chunks:
+            self._keep(chunk, None)
+            by_namespace[chunk.table.directory] = by_namespace.get(chunk.table.directory, 0) + 1
+        for directory, count in by_namespace.items():
+            self._residency.events.append("unpin", namespace=directory, chunks=count)
+        return len(chunks)
+
+    # quotas
+
+    async def set_quota(self, table: ChunkTable, quota_bytes: int | None) -> None:
+        """Bound the bytes of a namespace, or not any more. What is too much goes now, as far as it may go."""
+        self._check_present(table)
+        table.quota_bytes = quota_bytes
+        await self._changed(table)
+
+    def make_room(self, table: ChunkTable, length: int, parent: Chunk | None) -> bool:
+        """Whether a namespace may have `length` bytes more, after an eviction of its own if need be.
+
+        What leads to `parent`, which the new chunk is built on, does not go for it. Counts a refusal.
+        """
+        quota = table.quota_bytes
+        if quota is None or table.stored_bytes + table.reserved_bytes + length <= quota:
+            return True
+        if length <= quota and trio.current_time() >= self._full_until.get(table, 0.0):
+            missing = table.stored_bytes + table.reserved_bytes + length - quota
+            self._evict(table, max(missing, quota // _SHARE_AT_ONCE), frozenset(parent.prefix() if parent else ()))
+            if table.stored_bytes + table.reserved_bytes + length <= quota:
+                return True
+            self._full_until[table] = trio.current_time() + _LOOK_AGAIN_S
+        self._residency.counters.stores_over_quota += 1
+        return False
+
+    def _evict(self, table: ChunkTable, wanted: int, kept: frozenset[Chunk] = frozenset()) -> None:
+        """Evict chunks of a namespace, the least worthy first, until `wanted` bytes of it are gone or none may go."""
+        victims: list[Chunk] = []
+        order = self._residency.lowest.policy
+        for victim in order.victims(lambda chunk: chunk.table is table and not chunk.leases and chunk not in kept):
+            if wanted <= 0:
+                break
+            wanted -= victim.length
+            victims.append(victim)
+        for victim in victims:
+            self._residency.counters.evictions_quota += 1
+            self._residency.discard(victim, "evict", erases=True)  # its extent may be free for long
+
+    # ages
+
+    async def set_max_age(self, table: ChunkTable, max_age_ns: int | None) -> None:
+        """Bound how long chunks of a namespace may lie unused, or not any more. What is too old goes now."""
+        self._check_present(table)
+        table.max_age_ns = max_age_ns
+        await self._changed(table)
+
+    async def _expire(self, table: ChunkTable, max_age_ns: int) -> None:
+        """Remove what is too old, from the leaves up, a little at a time."""
+        before_ns = self._system.time_ns() - max_age_ns
+        chunks = [*table.chunks.values()]
+        newest = chunks[-1].inode if chunks else 0
+        old: list[Chunk] = []
+        needed: set[Key] = set()  # something that stays is built on these
+        for start in range(0, len(chunks), _AT_ONCE):
+            for chunk in chunks[start : start + _AT_ONCE]:
+                if chunk.last_used_ns < before_ns:
+                    old.append(chunk)
+                else:
+                    needed.add(chunk.parent)
+            await trio.lowlevel.checkpoint()
+        old.sort(key=lambda chunk: -chunk.position)
+        for start in range(0, len(old), _EXPIRED_AT_ONCE):
+            for chunk in reversed(table.chunks.values()):  # in order of inodes: those that came while this waited
+                if chunk.inode <= newest:
+                    break
+                needed.add(chunk.parent)
+            for chunk in old[start : start + _EXPIRED_AT_ONCE]:
+                if not chunk.is_removed and self._is_expired(chunk, before_ns) and chunk.key not in needed:
+                    self._residency.counters.expired += 1
+                    self._residency.discard(chunk, "expire")
+                elif not chunk.is_removed:
+                    needed.add(chunk.parent)
+            await self._residency.settle()
+
+    def _is_expired(self, chunk: Chunk, before_ns: int) -> bool:
+        return chunk.last_used_ns < before_ns and not chunk.leases and not self._residency.pins.is_held(chunk)
+
+    # both
+
+    def _check_present(self, table: ChunkTable) -> None:
+        if self._residency.catalog.tables.get(table.directory) is not table:
+            raise UsageError(f"the namespace {table.directory} was removed")
+
+    async def _changed(self, table: ChunkTable) -> None:
+        self._residency.events.append(
+            "limits", namespace=table.directory, quota_bytes=table.quota_bytes, max_age_ns=table.max_age_ns
+        )
+        if self._residency.commits is not None:
+            self._residency.commits.limit(LimitRow(table.number, table.quota_bytes, table.max_age_ns))
+        await self._sweep(table)
+        await self._residency.settle()
+
+    async def _sweep(self, table: ChunkTable) -> None:
+        """Let go of what a namespace may not have."""
+        self._full_until.pop(table, None)
+        if table.quota_bytes is not None:
+            self._evict(table, table.stored_bytes + table.reserved_bytes - table.quota_bytes)
+        if table.max_age_ns is not None:
+            await self._expire(table, table.max_age_ns)
+
+    async def sweep(self) -> None:
+        """Let go of what no namespace may have now."""
+        for table in [*self._residency.catalog.tables.values()]:
+            try:
+                await self._sweep(table)
+            except UnavailableError:
+                pass  # it is gone from view, and its rows are tried again; who writes the index says so
+
+    def look(self) -> None:
+        """End the pins that are over."""
+        self._ended(self._residency.pins.end(self._system.time_ns()))
+
+    async def run(self) -> None:
+        """Do what is due when it is, for ever."""
+        next_sweep = trio.current_time() + _LOOK_EVERY_S
+        while True:
+            self.look()
+            if trio.current_time() >= next_sweep:
+                await self.sweep()
+                next_sweep = trio.current_time() + _LOOK_EVERY_S
+            left_s = min(
+                next_sweep - trio.current_time(), (self._residency.pins.next_end_ns - self._system.time_ns()) / NS
+            )
+            with trio.move_on_after(max(0.0, left_s)):
+                await self._wake.wait()
+            self._wake = trio.Event()
