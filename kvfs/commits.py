@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import trio
 
+from kvfs import namespace as namespaces
+from kvfs.documents import Document, Documents
 from kvfs.errors import UnavailableError
 from kvfs.index import Batch, ChunkRow, Index, NamespaceRow
 
@@ -29,14 +31,18 @@ class _Round:
         self.batch = Batch()
         self.extents: list[tuple[int, int]] = []
         self.done = trio.Event()
-        self.error: sqlite3.Error | None = None
+        self.error: sqlite3.Error | OSError | None = None
 
 
 class Commits:
-    """The queue in front of the index. `run` must be running for anything to become durable."""
+    """The queue in front of the index. `run` must be running for anything to become durable.
 
-    def __init__(self, index: Index, free: Callable[[int, int], None]) -> None:
+    The documents of namespaces, where they are kept, are durable before the rows of their namespaces are.
+    """
+
+    def __init__(self, index: Index, free: Callable[[int, int], None], documents: Documents | None = None) -> None:
         self._index = index
+        self._documents = documents
         self._free = free
         self._round = _Round()
         self._wake = trio.Event()
@@ -91,8 +97,8 @@ class Commits:
         current, self._round = self._round, _Round()
         try:
             if current.batch:
-                await trio.to_thread.run_sync(self._index.commit, current.batch, limiter=self._limiter)
-        except sqlite3.Error as error:
+                await trio.to_thread.run_sync(self._commit, current.batch, limiter=self._limiter)
+        except (sqlite3.Error, OSError) as error:
             if not self._is_failing:
                 log.error("the index could not be written, trying again: %s", error)
             self._is_failing = True
@@ -108,6 +114,12 @@ class Commits:
         for offset, length in current.extents:
             self._free(offset, length)
         current.done.set()
+
+    def _commit(self, batch: Batch) -> None:
+        if self._documents is not None:
+            for row in batch.namespaces:
+                self._documents.write(Document(namespaces.decode(row.document), row.created_ns))
+        self._index.commit(batch)
 
     def _keep_for_next_round(self, failed: _Round) -> None:
         batch = self._round.batch
