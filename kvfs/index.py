@@ -130,6 +130,14 @@ class Index:
         except sqlite3.Error as error:
             raise UsageError(f"cannot open the index {path}: {error}") from error
 
+    def damage(self) -> list[str]:
+        """What SQLite finds wrong in all of it, a line each; some hundred at most."""
+        try:
+            lines = [str(line) for (line,) in self._connection.execute("PRAGMA integrity_check")]
+        except sqlite3.DatabaseError as error:
+            return [str(error)]
+        return [] if lines == ["ok"] else lines
+
     def volume_identity(self) -> bytes:
         """Of the volume that it was made for."""
         return bytes(self._connection.execute("SELECT value FROM facts WHERE name = 'volume'").fetchone()[0])

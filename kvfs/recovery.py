@@ -30,7 +30,7 @@ from kvfs.volume import SUPERBLOCK_BYTES, aligned_buffer
 
 log = logging.getLogger(__name__)
 
-_MAX_POSITION = 1 << 32
+MAX_POSITION = 1 << 32
 _MAX_HEADERS = 16  # that are looked at to learn whose chunks a number names
 
 
@@ -81,7 +81,7 @@ def _recover_tables(
     for row in rows:
         kept = found.by_directory.get(str(row.directory))
         try:
-            namespace = _namespace_in(row)
+            namespace = namespace_in(row)
             if kept is not None and kept.namespace != namespace:
                 raise FormatError(f"it is not that of {kept.namespace.directory}")
         except (FormatError, UsageError) as error:
@@ -121,7 +121,7 @@ def _find_lost_tables(
             known = residency.catalog.tables.get(namespace.directory)
             if known is not None and known.number in numbers:
                 continue  # these are the chunks of another
-            if _fits(row, namespace, nvme.volume.capacity) and _key_at(nvme, namespace, row) == row.key:
+            if fits(row, namespace, nvme.volume.capacity) and _key_at(nvme, namespace, row) == row.key:
                 table = tables[row.namespace] = _table(residency, namespace, document.created_ns, row.namespace)
                 commits.add_namespace(_row_of(table))
                 log.warning(
@@ -135,7 +135,8 @@ def _time(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _namespace_in(row: NamespaceRow) -> Namespace:
+def namespace_in(row: NamespaceRow) -> Namespace:
+    """The namespace in a row. Raises FormatError or UsageError for one that cannot be read."""
     if not isinstance(row.document, bytes):
         raise FormatError("it is not bytes")
     return namespaces.decode(row.document)
@@ -166,7 +167,7 @@ def _recover_chunks(
 ) -> Iterable[Chunk]:
     for row in rows:
         table = tables.get(row.namespace)
-        if table is None or not _fits(row, table.namespace, capacity):
+        if table is None or not fits(row, table.namespace, capacity):
             residency.counters.rows_dropped += 1
             commits.delete(row.namespace, row.key)
             continue
@@ -191,7 +192,8 @@ def _last_needed(chunks: Iterable[Chunk]) -> dict[Chunk, int]:
     return found
 
 
-def _fits(row: ChunkRow, namespace: Namespace, capacity: int) -> bool:
+def fits(row: ChunkRow, namespace: Namespace, capacity: int) -> bool:
+    """Whether a row can be true of a chunk of this namespace, on a volume of so many bytes."""
     numbers = (row.namespace, *row[3:])
     if not (_is_key(row.key) and _is_key(row.parent) and all(isinstance(number, int) for number in numbers)):
         return False
@@ -199,7 +201,7 @@ def _fits(row: ChunkRow, namespace: Namespace, capacity: int) -> bool:
         length = geometry(namespace, row.num_tokens).file_bytes
     except UsageError:
         return False
-    if not 0 <= row.position < _MAX_POSITION:
+    if not 0 <= row.position < MAX_POSITION:
         return False
     return row.length == length and row.offset % 4096 == 0 and SUPERBLOCK_BYTES <= row.offset <= capacity - length
 

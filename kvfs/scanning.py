@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvfs.chunk import ALIGNMENT, Facts, geometry, parse_header, read_claim, verify_payload
 from kvfs.errors import CorruptChunk, UsageError
@@ -28,6 +28,16 @@ _SEGMENT_BYTES = 64 << 20
 _PIECE_BYTES = 4 << 20
 _SMALL_PIECE_BYTES = 64 << 10  # what is given up around an unreadable place
 _THREADS = 4
+
+
+class Track(Protocol):
+    """Who is told how far long work has come, and may end it with an exception."""
+
+    def begin(self, what: str, total_bytes: int) -> None:
+        """Work on so many bytes begins."""
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more are done."""
 
 
 class Found(NamedTuple):
@@ -94,16 +104,15 @@ def has_chunks(volume: Volume) -> bool:
     return False
 
 
-def scan(
-    volume: Volume, known: Mapping[Place, list[Namespace]], tally: Tally, advance: Callable[[int], None]
-) -> Iterator[Found]:
-    """Every whole chunk on the volume, by offset. `advance` is told how many bytes more were looked at."""
+def scan(volume: Volume, known: Mapping[Place, list[Namespace]], tally: Tally, track: Track) -> Iterator[Found]:
+    """Every whole chunk on the volume, by offset."""
     reach = longest(known)
+    track.begin("reading the volume", sum(end - begin for begin, end in ranges(volume, reach)))
     buffers = (aligned_buffer(reach + _SEGMENT_BYTES), aligned_buffer(reach + _SEGMENT_BYTES))
     with ThreadPoolExecutor(_THREADS, "kvfs-scan") as pool:
         try:
             for begin, end in ranges(volume, reach):
-                yield from _Range(volume, known, tally, advance, reach, buffers, pool).scan(begin, end)
+                yield from _Range(volume, known, tally, track.advance, reach, buffers, pool).scan(begin, end)
         finally:
             pool.shutdown(cancel_futures=True)
 
