@@ -18,7 +18,7 @@ import typer
 
 import kvfs
 from kvfs.errors import KvfsError, UsageError
-from kvfs.tools import fsck, ls, mount, rm, status, umount, verify
+from kvfs.tools import fsck, ls, mount, rm, stat, status, tree, umount, verify
 from kvfs.tools.bench import command as bench
 
 # click's ClickException: typer brings click, or a copy of it, and shows neither.
@@ -78,6 +78,8 @@ app.command("mount", epilog=mount.EXAMPLES)(tells_errors(mount.mount))
 app.command("umount", epilog=umount.EXAMPLES)(tells_errors(umount.umount))
 app.command("status", epilog=status.EXAMPLES)(tells_errors(status.status))
 app.command("ls", epilog=ls.EXAMPLES)(tells_errors(ls.list_cache))
+app.command("tree", epilog=tree.EXAMPLES)(tells_errors(tree.tree))
+app.command("stat", epilog=stat.EXAMPLES)(tells_errors(stat.stat))
 app.command("rm", epilog=rm.EXAMPLES)(tells_errors(rm.remove))
 app.command("verify", epilog=verify.EXAMPLES)(tells_errors(verify.verify))
 app.command("fsck", epilog=fsck.EXAMPLES)(tells_errors(fsck.fsck))
