@@ -230,4 +230,4 @@ def _count(report: Report, row: ChunkRow, reason: str) -> None:
 
 def _name(row: ChunkRow) -> str:
     key: object = row.key
-    return f"chunk {key.hex() if isinstance(key, bytes) else key!r} at {row.offset}"
+    return f"chunk {key.hex() if isinstance(key, bytes) else repr(key)} at {row.offset}"

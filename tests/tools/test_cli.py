@@ -25,11 +25,15 @@ def test_version() -> None:
     assert (result.returncode, result.stdout) == (0, f"kvfs {package.__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["mount", "umount", "status", "ls", "rm", "verify"])
+@pytest.mark.parametrize(
+    "command",
+    ["mount", "umount", "status", "ls", "rm", "verify", "tree", "stat", "config", "format", "fsck", "destroy"],
+)
 def test_help_teaches_by_example(command: str) -> None:
     result = kvfs(command, "--help")
     assert result.returncode == 0
-    assert f"kvfs {command} /mnt/kvfs" in result.stdout
+    place = "/data/kvfs" if command in ("format", "fsck", "destroy") else "/mnt/kvfs"
+    assert f"kvfs {command} {place}" in result.stdout
     assert "[bold]" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
