@@ -124,7 +124,7 @@ def _namespaces(index: Index, documents: Found, report: Report) -> dict[int, Nam
         kept = documents.by_directory.get(str(row.directory))
         try:
             namespace = namespace_in(row)
-            if kept is not None and kept.namespace != namespace:
+            if kept is not None and kept.is_covered and kept.namespace != namespace:
                 raise FormatError("its document says otherwise")
         except (FormatError, UsageError) as error:
             remedy = "its document mends it" if kept is not None else "its chunks are lost"

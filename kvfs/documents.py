@@ -34,10 +34,11 @@ _MAX_BYTES = 2 * namespaces.MAX_NAMESPACE_JSON_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A namespace, and when it was first seen, in nanoseconds since the epoch."""
+    """A namespace, and when it was first seen, in nanoseconds since the epoch; whether a checksum covers both."""
 
     namespace: Namespace
     created_ns: int
+    is_covered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def decode(raw: bytes, default_created_ns: int) -> Document:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"it is no document of a namespace: {error}") from error
     if "identity" in content:
-        return Document(namespaces.decode(raw), default_created_ns)
+        return Document(namespaces.decode(raw), default_created_ns, is_covered=False)
     if content.get("format") != FORMAT:
         raise FormatError(f"its format is {content.get('format')!r}, this kvfs reads {FORMAT!r}")
     namespace = namespaces.decode(msgspec.json.encode(content.get("namespace")))

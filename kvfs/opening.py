@@ -72,6 +72,15 @@ def _hold_back(volume: Volume, index: Index) -> None:
     )  # fmt: skip
 
 
+def _tell_of_unclaimed(nvme: NvmeTier) -> None:
+    left = nvme.extents.unclaimed if isinstance(nvme.extents, PatientAllocator) else []
+    if left:
+        log.info(
+            "%s of the volume are kept as an index that was lost left them, as long as there is other room",
+            format_size(sum(length for _, length in left)),
+        )
+
+
 def _keep_what_is_left(index: Index, nvme: NvmeTier) -> None:
     """Remember what of an unclaimed volume is still as it was."""
     left = nvme.extents.unclaimed if isinstance(nvme.extents, PatientAllocator) else []
@@ -119,6 +128,7 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
             with _told(f"the documents of the namespaces in {documents.path}"):
                 nvme.extents = await trio.to_thread.run_sync(recover, residency, nvme, commits, index, documents)
             commits.use(nvme.extents.free)
+            _tell_of_unclaimed(nvme)
         async with trio.open_nursery() as nursery:
             store = Store(settings, system, residency, nursery, volume)
             life = trio.CancelScope(shield=True)

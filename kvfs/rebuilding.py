@@ -18,20 +18,24 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from kvfs import namespace as namespaces
 from kvfs.checking import named
 from kvfs.documents import Document, Documents
 from kvfs.errors import FormatError, UsageError
 from kvfs.index import FILE_NAME, SET_ASIDE, ChunkRow, Index, NamespaceRow, remove_logs
+from kvfs.keys import Key
 from kvfs.namespace import Namespace
 from kvfs.recovery import MAX_POSITION, fits, namespace_in
-from kvfs.scanning import Found, Tally, Track, by_place, scan
+from kvfs.scanning import Tally, Track, by_place, scan
 from kvfs.volume import Volume
 
 UNFINISHED = FILE_NAME + ".rebuilding"
 _MAX_NS = (1 << 63) - 1  # what SQLite holds
 _IDENTITY_BYTES = 16
+_Place = tuple[str, bytes]
+"""A namespace's directory and a key."""
 
 
 @dataclass
@@ -75,10 +79,21 @@ class _Before:
     """What there was: the index if it can be trusted, its rows, and everything that names a namespace."""
 
     index: Index | None
-    rows: dict[tuple[str, bytes], ChunkRow]
+    rows: dict[_Place, ChunkRow]
     numbers: dict[str, int]
     documents: dict[str, Document]
     spare: list[Namespace]
+
+
+class _Kept(NamedTuple):
+    """What is remembered of a chunk that was found: a million may be."""
+
+    offset: int
+    length: int
+    parent: Key
+    position: int
+    num_tokens: int
+    created_ns: int
 
 
 class _Counting:
@@ -165,10 +180,10 @@ def _salvage(path: Path) -> Iterator[tuple[Namespace, int]]:
                 continue
 
 
-def _scan(volume: Volume, before: _Before, result: Rebuilt, track: Track) -> dict[tuple[str, bytes], Found]:
+def _scan(volume: Volume, before: _Before, result: Rebuilt, track: Track) -> dict[_Place, _Kept]:
     tally, counting = Tally(), _Counting(track)
     known = by_place([*(document.namespace for document in before.documents.values()), *before.spare])
-    chunks: dict[tuple[str, bytes], Found] = {}
+    chunks: dict[_Place, _Kept] = {}
     layouts: dict[str, Namespace] = {}
     started = time.monotonic()
     for found in scan(volume, known, tally, counting):
@@ -179,9 +194,12 @@ def _scan(volume: Volume, before: _Before, result: Rebuilt, track: Track) -> dic
         other = chunks.get((name, found.facts.key))
         if other is not None:
             result.num_doubled += 1
-            if other.facts.created_ns > found.facts.created_ns:
+            if other.created_ns > found.facts.created_ns:
                 continue
-        chunks[name, found.facts.key] = found
+        facts = found.facts
+        chunks[name, facts.key] = _Kept(
+            found.offset, found.length, facts.parent, facts.position, facts.num_tokens, min(facts.created_ns, _MAX_NS)
+        )
     result.seconds, result.read_bytes = time.monotonic() - started, counting.num_bytes
     for name, namespace in layouts.items():
         before.documents[name] = Document(namespace, before.documents[name].created_ns)
@@ -196,7 +214,7 @@ def _scan(volume: Volume, before: _Before, result: Rebuilt, track: Track) -> dic
     return chunks
 
 
-def _unread(rows: list[ChunkRow], unreadable: list[tuple[int, int]], chunks: Iterable[Found]) -> set[ChunkRow]:
+def _unread(rows: list[ChunkRow], unreadable: list[tuple[int, int]], chunks: Iterable[_Kept]) -> set[ChunkRow]:
     """The rows whose bytes the device did not give, where no chunk was found."""
     suspects = [row for row in rows if any(_overlap(row.offset, row.length, *hole) for hole in unreadable)]
     if suspects:
@@ -211,7 +229,7 @@ def _overlap(offset: int, length: int, other_offset: int, other_length: int) -> 
     return offset < other_offset + other_length and other_offset < offset + length
 
 
-def _write(volume: Volume, before: _Before, chunks: dict[tuple[str, bytes], Found], result: Rebuilt) -> None:
+def _write(volume: Volume, before: _Before, chunks: dict[_Place, _Kept], result: Rebuilt) -> None:
     """The new index under its other name, the documents, and the superblock if it is damaged: each whole in itself."""
     directory = volume.path.parent
     path = directory / UNFINISHED
@@ -224,7 +242,7 @@ def _write(volume: Volume, before: _Before, chunks: dict[tuple[str, bytes], Foun
         numbers = dict(before.numbers)
         for name in sorted({name for name, _ in chunks}, key=lambda name: (before.documents[name].created_ns, name)):
             numbers.setdefault(name, 1 + max(numbers.values(), default=0))
-        rows = [_row(found, numbers[place[0]], before.rows.get(place)) for place, found in chunks.items()]
+        rows = [_row(numbers[place[0]], place[1], kept, before.rows.get(place)) for place, kept in chunks.items()]
         rows += [row for place, row in before.rows.items() if place not in chunks]
         index.replace_chunks(rows, [_namespace_row(numbers[name], before.documents[name]) for name in numbers])
         result.num_namespaces, result.num_chunks = len(numbers), len(rows)
@@ -233,6 +251,7 @@ def _write(volume: Volume, before: _Before, chunks: dict[tuple[str, bytes], Foun
         index.close()
     for name in numbers:
         documents.write(before.documents[name])
+    _give_to_owner(volume, [path, documents.path, *documents.path.glob("*.json")])
     if volume.damage:
         volume.mend(identity)
         result.mended_superblock = True
@@ -264,16 +283,23 @@ def _remove_unfinished(directory: Path) -> None:
         each.unlink(missing_ok=True)
 
 
+def _give_to_owner(volume: Volume, paths: list[Path]) -> None:
+    """Root may have to mend what belongs to the daemon's user, who has to be able to open it afterwards."""
+    owner = os.fstat(volume.fd)
+    if os.geteuid() == 0 and owner.st_uid != 0:
+        for path in paths:
+            if path.exists():
+                os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+
+
 def _namespace_row(number: int, document: Document) -> NamespaceRow:
     namespace = document.namespace
     created_ns = min(document.created_ns, _MAX_NS)
     return NamespaceRow(number, namespace.directory, namespaces.encode(namespace), created_ns)
 
 
-def _row(found: Found, number: int, before: ChunkRow | None) -> ChunkRow:
-    facts = found.facts
-    created_ns = min(facts.created_ns, _MAX_NS)
-    used_ns, hits = (before.last_used_ns, before.hits) if before is not None else (created_ns, 0)
+def _row(number: int, key: bytes, kept: _Kept, before: ChunkRow | None) -> ChunkRow:
+    used_ns, hits = (before.last_used_ns, before.hits) if before is not None else (kept.created_ns, 0)
     return ChunkRow(
-        number, facts.key, facts.parent, facts.position, facts.num_tokens, found.offset, found.length, created_ns, used_ns, hits
+        number, key, kept.parent, kept.position, kept.num_tokens, kept.offset, kept.length, kept.created_ns, used_ns, hits
     )  # fmt: skip

@@ -82,7 +82,7 @@ def _recover_tables(
         kept = found.by_directory.get(str(row.directory))
         try:
             namespace = namespace_in(row)
-            if kept is not None and kept.namespace != namespace:
+            if kept is not None and kept.is_covered and kept.namespace != namespace:
                 raise FormatError(f"it is not that of {kept.namespace.directory}")
         except (FormatError, UsageError) as error:
             if kept is None:
@@ -91,12 +91,12 @@ def _recover_tables(
             namespace = kept.namespace
             log.warning("namespace %s in the index is mended with its document: %s", row.directory, error)
             residency.events.append("namespace_mended", namespace=namespace.directory)
-        created_ns = kept.created_ns if kept is not None else _time(row.created_ns)
+        created_ns = kept.created_ns if kept is not None and kept.is_covered else _time(row.created_ns)
         is_whole = (row.document, row.created_ns) == (namespaces.encode(namespace), created_ns)
         if namespace.directory in residency.catalog.tables:
             continue  # two rows claim to be it
         table = tables[row.number] = _table(residency, namespace, created_ns, row.number)
-        if not is_whole or kept is None or row.directory != namespace.directory:
+        if not is_whole or kept is None or not kept.is_covered or row.directory != namespace.directory:
             commits.add_namespace(_row_of(table))
     return tables
 

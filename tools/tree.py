@@ -71,32 +71,38 @@ def _look(path: str, wanted: str | None, depth: int | None, limit: int, beat: Be
     names = listing.namespace_names(path) if wanted is None else [listing.find_namespace(path, wanted, beat)]
     found = []
     for name in names:
-        entries = [entry for entry in listing.list_prefixes(path, name, beat) if depth is None or entry.depth < depth]
-        drawn = Drawn(name, entries[:limit])
-        root = os.path.join(path, name, "prefixes")
-        drawn.num_pinned = [
-            _count_pinned(os.path.join(root, entry.path or ""), entry, beat) for entry in drawn.prefixes
-        ]
-        found.append((drawn, len(entries) - len(drawn.prefixes)))
+        everything = listing.list_prefixes(path, name, beat)
+        entries = [entry for entry in everything if depth is None or entry.depth < depth]
+        shown = entries[:limit]
+        pinned = _count_pinned(os.path.join(path, name, "prefixes"), everything, beat)
+        found.append((Drawn(name, shown, [pinned.get(entry.path or "") for entry in shown]), len(entries) - len(shown)))
     return found
 
 
-def _count_pinned(directory: str, entry: Entry, beat: Beat) -> int | None:
-    """Pinned chunks in a prefix directory and below; None if there are too many chunks to ask each."""
-    if is_pinned(directory):
-        return entry.num_chunks
-    if entry.tiers is None:
-        return None
-    count = 0
-    for parent, _, files in os.walk(directory):
-        for name in files:
-            count += name.endswith(SUFFIX) and is_pinned(os.path.join(parent, name))
+def _count_pinned(root: str, entries: list[Entry], beat: Beat) -> dict[str, int]:
+    """Pinned chunks in each prefix directory and below it, by PATH; none where there are too many chunks to ask each."""
+    count: dict[str, int] = {}
+    if any(entry.tiers is None for entry in entries):
+        return count
+    for entry in entries:
+        path = entry.path or ""
+        count.setdefault(path, 0)
+        try:
+            names = [name for name in os.listdir(os.path.join(root, path)) if name.endswith(SUFFIX)]
+        except FileNotFoundError:
+            continue
+        number = 0
+        for name in names:
             beat()
+            number += is_pinned(os.path.join(root, path, name))
+        while number and path:
+            count[path] = count.get(path, 0) + number
+            path = os.path.dirname(path)
     return count
 
 
 def is_pinned(path: str) -> bool:
-    """Whether a chunk, or everything in a prefix directory, is pinned."""
+    """Whether a chunk is pinned."""
     try:
         os.getxattr(path, PINNED, follow_symlinks=False)
     except OSError:

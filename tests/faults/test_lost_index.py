@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from kvfs import namespace as namespaces
 from kvfs import unclaimed
+from kvfs.documents import DIRECTORY as DOCUMENTS
+from kvfs.errors import UsageError
 from kvfs.index import FILE_NAME as INDEX
 from kvfs.index import Index
 from kvfs.keys import KeyChain
-from kvfs.testing import chain_of, new_chunks, open_table, sized_namespace, store_chain, store_chunk
+from kvfs.testing import chain_of, new_chunks, open_table, sized_namespace, store_chain, store_chunk, tiny_namespace
 from kvfs.volume import FILE_NAME as VOLUME
 
 MIB = sized_namespace(1 << 20)
+TINY = tiny_namespace()
 SAID = "there is no index of the chunks .* fsck .* --rebuild"
 
 
@@ -93,3 +100,51 @@ async def test_an_index_that_was_lost_before_anything_was_stored(tmp_path: Path)
     index = Index.open_trusted(tmp_path / "nvme" / INDEX, None)
     assert index.unclaimed() == []
     index.close()
+
+
+async def test_a_directory_of_documents_that_cannot_be_read(tmp_path: Path) -> None:
+    """One sentence, and nothing is dropped for want of a document."""
+    async with open_table(tmp_path, MIB) as (store, table):
+        await store_chain(store, table, chain_of(MIB, 2))
+    shutil.rmtree(tmp_path / "nvme" / DOCUMENTS)
+    (tmp_path / "nvme" / DOCUMENTS).touch()
+    with pytest.raises(UsageError, match=r"cannot open the documents of the namespaces in .*: Not a directory"):
+        async with open_table(tmp_path, MIB):
+            pass
+    (tmp_path / "nvme" / DOCUMENTS).unlink()
+    async with open_table(tmp_path, MIB) as (_, table):
+        assert len(table.chunks) == 2
+
+
+@pytest.mark.expect_log("the index could not be written|writing to NVMe")
+async def test_a_document_that_cannot_be_written(tmp_path: Path) -> None:
+    """As long as that is so the namespace has no row, and no chunk of it is called clean; then all is made up for."""
+    async with open_table(tmp_path, MIB) as (store, _):
+        await store.flush()
+        (tmp_path / "nvme" / DOCUMENTS / f"{TINY.directory}.json").mkdir()
+        table = store.attach(TINY)
+        await store_chain(store, table, chain_of(TINY, 2))
+        assert not await store.flush(1.5)
+        assert store.statistics().num_dirty == 2
+        (tmp_path / "nvme" / DOCUMENTS / f"{TINY.directory}.json").rmdir()
+        assert await store.flush(20)
+        assert (tmp_path / "nvme" / DOCUMENTS / f"{TINY.directory}.json").is_file()
+
+
+@pytest.mark.expect_log("is mended with its document")
+async def test_a_bare_namespace_json_is_believed_where_the_row_is_damaged_only(tmp_path: Path) -> None:
+    """It has no checksum: of a layout that somebody changed by hand the row is right, and the document is written anew."""
+    chain = chain_of(TINY, 2)
+    async with open_table(tmp_path, TINY) as (store, table):
+        await store_chain(store, table, chain)
+    path = tmp_path / "nvme" / DOCUMENTS / f"{TINY.directory}.json"
+    before = path.read_bytes()
+    path.write_bytes(namespaces.encode(TINY).replace(b"F32", b"F16"))
+    async with open_table(tmp_path, TINY) as (_, table):
+        assert len(table.chunks) == 2
+    assert path.read_bytes() == before
+    path.write_bytes(namespaces.encode(TINY))
+    with closing(sqlite3.connect(tmp_path / "nvme" / INDEX)) as index, index:
+        index.execute("UPDATE namespaces SET document = x'00'")
+    async with open_table(tmp_path, TINY) as (_, table):
+        assert len(table.chunks) == 2

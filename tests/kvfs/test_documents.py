@@ -63,7 +63,7 @@ def test_a_namespace_json_of_the_mount_is_taken(documents: Documents) -> None:
     """An operator may copy one here, to have chunks back whose namespace nobody knows."""
     path = documents.path / NAME
     path.write_bytes(namespaces.encode(NS))
-    assert documents.read() == Found({NS.directory: Document(NS, path.stat().st_mtime_ns)}, {})
+    assert documents.read() == Found({NS.directory: Document(NS, path.stat().st_mtime_ns, is_covered=False)}, {})
 
 
 def test_every_changed_letter_of_a_value_is_noticed() -> None:
