@@ -20,6 +20,7 @@ import math
 import re
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -40,6 +41,8 @@ _FIELDS = (
     ("format", 12), ("fingerprint", 64), ("rank", 12), ("chain", 64), ("key", 32), ("parent", 32), ("position", 10),
     ("num_tokens", 6), ("created_ns", 20),
 )  # fmt: skip
+_BEGIN = f'{{"__metadata__":{{"format":"{FORMAT}",'.encode()
+_RANK = re.compile(rb"(\d{5})of(\d{5})")
 _FILE_NAME = re.compile(rf"^([0-9a-f]{{{2 * KEY_BYTES}}}){re.escape(SUFFIX)}$")
 
 
@@ -242,6 +245,33 @@ def _read_facts(namespace: Namespace, view: memoryview) -> Facts:
         )
     except (ValueError, struct.error) as error:
         raise CorruptChunk("not a chunk header of this namespace") from error
+
+
+class Claim(NamedTuple):
+    """What a block says of itself that may begin a chunk file, before anything of it is proven."""
+
+    fingerprint: str
+    rank: int
+    num_ranks: int
+    num_tokens: int
+
+
+def read_claim(block: memoryview) -> Claim | None:
+    """What the first 4096 bytes of a file claim; None if they begin no chunk file."""
+    if block[_PREFIX.size : _PREFIX.size + len(_BEGIN)] != _BEGIN:
+        return None
+    texts = {}
+    offset = _PREFIX.size + len('{"__metadata__":{')
+    for name, width in _FIELDS:
+        offset += len(f'"{name}":"')
+        texts[name] = bytes(block[offset : offset + width])
+        offset += width + len('",')
+    match = _RANK.fullmatch(texts["rank"])
+    if match is None or not texts["num_tokens"].isdigit():
+        return None
+    return Claim(
+        texts["fingerprint"].decode("ascii", "replace"), int(match[1]), int(match[2]), int(texts["num_tokens"])
+    )
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import trio
 
+from kvfs import namespace as namespaces
+from kvfs.documents import Document, Documents
 from kvfs.errors import UnavailableError
 from kvfs.index import Batch, ChunkRow, Index, LimitRow, NamespaceRow
 
@@ -29,14 +31,18 @@ class _Round:
         self.batch = Batch()
         self.extents: list[tuple[int, int, Callable[[int, int], None] | None]] = []
         self.done = trio.Event()
-        self.error: sqlite3.Error | None = None
+        self.error: sqlite3.Error | OSError | None = None
 
 
 class Commits:
-    """The queue in front of the index. `run` must be running for anything to become durable."""
+    """The queue in front of the index. `run` must be running for anything to become durable.
 
-    def __init__(self, index: Index, free: Callable[[int, int], None]) -> None:
+    The documents of namespaces, where they are kept, are durable before the rows of their namespaces are.
+    """
+
+    def __init__(self, index: Index, free: Callable[[int, int], None], documents: Documents | None = None) -> None:
         self._index = index
+        self._documents = documents
         self._free = free
         self._round = _Round()
         self._wake = trio.Event()
@@ -77,9 +83,9 @@ class Commits:
         self._round.batch.limits[row.namespace] = row
         self._wake.set()
 
-    def remove_namespace(self, number: int) -> None:
-        """A namespace is gone, with all that was said of it. Tried again until it succeeds."""
-        self._round.batch.removed.append(number)
+    def remove_namespace(self, number: int, directory: str) -> None:
+        """A namespace is gone, with all that was said of it; "" if it had no name. Tried again until it succeeds."""
+        self._round.batch.removed[number] = directory
         self._wake.set()
 
     def free_later(self, offset: int, length: int, free: Callable[[int, int], None] | None = None) -> None:
@@ -106,8 +112,8 @@ class Commits:
         current, self._round = self._round, _Round()
         try:
             if current.batch:
-                await trio.to_thread.run_sync(self._index.commit, current.batch, limiter=self._limiter)
-        except sqlite3.Error as error:
+                await trio.to_thread.run_sync(self._commit, current.batch, limiter=self._limiter)
+        except (sqlite3.Error, OSError) as error:
             if not self._is_failing:
                 log.error("the index could not be written, trying again: %s", error)
             self._is_failing = True
@@ -124,12 +130,26 @@ class Commits:
             (free or self._free)(offset, length)
         current.done.set()
 
+    def _commit(self, batch: Batch) -> None:
+        if self._documents is not None:
+            for row in batch.namespaces:
+                self._documents.write(Document(namespaces.decode(row.document), row.created_ns))
+        self._index.commit(batch)
+        if self._documents is not None:
+            for directory in set(batch.removed.values()) - {row.directory for row in batch.namespaces} - {""}:
+                try:
+                    self._documents.remove(directory)
+                except (
+                    OSError
+                ) as error:  # no reason to call the transaction a failure: a document without rows does no harm
+                    log.warning("the document of namespace %s could not be removed: %s", directory, error)
+
     def _keep_for_next_round(self, failed: _Round) -> None:
         batch = self._round.batch
         batch.delete[:0] = failed.batch.delete
         batch.used[:0] = failed.batch.used
         batch.namespaces[:0] = failed.batch.namespaces
-        batch.removed[:0] = failed.batch.removed
+        batch.removed = failed.batch.removed | batch.removed
         batch.pins = failed.batch.pins | batch.pins
         batch.limits = failed.batch.limits | batch.limits
         self._round.extents[:0] = failed.extents

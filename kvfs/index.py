@@ -4,6 +4,7 @@ While kvfs runs the catalog in memory is the truth; the index is what a restart 
 transaction; the order of its parts does not matter. Two rules make a crash harmless, both kept by `kvfs.store`: a
 chunk is put here only after its bytes are durable on the volume, and an extent is reused only after the batch that
 deletes its chunk is committed. If the index is damaged or belongs to another volume it is set aside, never trusted.
+What was written on the volume of a lost index is *unclaimed*: a fact of the new one, see `kvfs.unclaimed`.
 
 Everything here blocks; it is called in one thread at a time.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +45,9 @@ CREATE TABLE IF NOT EXISTS pins (namespace INTEGER, key BLOB, until_ns INTEGER, 
 CREATE TABLE IF NOT EXISTS limits (namespace INTEGER PRIMARY KEY, quota_bytes INTEGER, max_age_ns INTEGER);
 """
 """Tables that an index of an earlier kvfs lacks, and that an earlier kvfs does not look at: no new version."""
+SET_ASIDE = FILE_NAME + ".set-aside"
+_UNCLAIMED = "unclaimed"
+_EXTENT = struct.Struct("<QQ")
 _NAMESPACES = "SELECT number, directory, document, created_ns FROM namespaces"
 _CHUNKS = (
     "SELECT namespace, key, parent, position, num_tokens, offset, length, created_ns, last_used_ns, hits"
@@ -49,6 +55,9 @@ _CHUNKS = (
 )
 _PINS = "SELECT namespace, key, until_ns FROM pins"
 _LIMITS = "SELECT namespace, quota_bytes, max_age_ns FROM limits"
+
+_PUT_NAMESPACE = "INSERT OR REPLACE INTO namespaces VALUES (?, ?, ?, ?)"
+_PUT_CHUNK = "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class NamespaceRow(NamedTuple):
@@ -98,7 +107,7 @@ class Batch:
     Attributes:
         put: chunks that became clean; delete: (namespace, key) of chunks that are gone.
         used: (last_used_ns, hits, namespace, key) of chunks that were loaded.
-        namespaces: new ones; removed: numbers of those that are gone.
+        namespaces: new ones; removed: the directories of those that are gone, by number.
         pins: by (namespace, key) when the chunk's pin ends, nanoseconds since the epoch; None: it has none any more.
         limits: by namespace.
     """
@@ -107,7 +116,7 @@ class Batch:
     delete: list[tuple[int, bytes]] = field(default_factory=list)
     used: list[tuple[int, int, int, bytes]] = field(default_factory=list)
     namespaces: list[NamespaceRow] = field(default_factory=list)
-    removed: list[int] = field(default_factory=list)
+    removed: dict[int, str] = field(default_factory=dict)
     pins: dict[tuple[int, bytes], int | None] = field(default_factory=dict)
     limits: dict[int, LimitRow] = field(default_factory=dict)
 
@@ -136,6 +145,31 @@ class Index:
             raise UsageError(f"cannot open the index {path}: {error}") from error
         return cls(path, connection)
 
+    @classmethod
+    def open_trusted(cls, path: Path, volume_identity: bytes | None) -> Index:
+        """Open an index that is there, and set nothing aside. None: of whatever volume it is.
+
+        Raises FormatError for one that cannot be trusted, or is not there, and UsageError as `open` does.
+        """
+        if not path.exists():
+            raise FormatError("it is not there")
+        try:
+            return cls(path, _open_trusted(path, volume_identity))
+        except sqlite3.Error as error:
+            raise UsageError(f"cannot open the index {path}: {error}") from error
+
+    def damage(self) -> list[str]:
+        """What SQLite finds wrong in all of it, a line each; some hundred at most."""
+        try:
+            lines = [str(line) for (line,) in self._connection.execute("PRAGMA integrity_check")]
+        except sqlite3.DatabaseError as error:
+            return [str(error)]
+        return [] if lines == ["ok"] else lines
+
+    def volume_identity(self) -> bytes:
+        """Of the volume that it was made for."""
+        return bytes(self._connection.execute("SELECT value FROM facts WHERE name = 'volume'").fetchone()[0])
+
     def namespaces(self) -> list[NamespaceRow]:
         """All namespaces. SQLite stores any type in any column: who trusts a value has to look at it."""
         return [NamespaceRow(*row) for row in self._connection.execute(_NAMESPACES)]
@@ -161,9 +195,9 @@ class Index:
             connection.executemany("DELETE FROM namespaces WHERE number = ?", removed)
             for table in ("chunks", "pins", "limits"):
                 connection.executemany(f"DELETE FROM {table} WHERE namespace = ?", removed)
-            connection.executemany("INSERT OR REPLACE INTO namespaces VALUES (?, ?, ?, ?)", batch.namespaces)
+            connection.executemany(_PUT_NAMESPACE, batch.namespaces)
             connection.executemany("DELETE FROM chunks WHERE namespace = ? AND key = ?", batch.delete)
-            connection.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", batch.put)
+            connection.executemany(_PUT_CHUNK, batch.put)
             connection.executemany(
                 "UPDATE chunks SET last_used_ns = ?, hits = ? WHERE namespace = ? AND key = ?", batch.used
             )
@@ -172,6 +206,43 @@ class Index:
             pins = [(*place, until_ns) for place, until_ns in batch.pins.items() if until_ns is not None]
             connection.executemany("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", pins)
             connection.executemany("INSERT OR REPLACE INTO limits VALUES (?, ?, ?)", batch.limits.values())
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing is in it, and nobody has said yet what on the volume is unclaimed."""
+        if self._connection.execute("SELECT 1 FROM facts WHERE name = ?", (_UNCLAIMED,)).fetchone():
+            return False
+        return self._connection.execute("SELECT 1 FROM chunks").fetchone() is None
+
+    def unclaimed(self) -> list[tuple[int, int]]:
+        """What was kept with `keep_unclaimed`: (offset, length) of extents of the volume."""
+        row = self._connection.execute("SELECT value FROM facts WHERE name = ?", (_UNCLAIMED,)).fetchone()
+        if row is None or not isinstance(row[0], bytes) or len(row[0]) % _EXTENT.size:
+            return []
+        return list(_EXTENT.iter_unpack(row[0]))
+
+    def keep_unclaimed(self, extents: Iterable[tuple[int, int]]) -> None:
+        """Remember which extents hold what no chunk of the index claims; durable when it returns."""
+        packed = b"".join(_EXTENT.pack(*extent) for extent in extents)
+        self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (_UNCLAIMED, packed))
+
+    def copy(self, path: Path) -> None:
+        """Write a copy of all of it to `path`, which must not exist; not durable yet. Raises sqlite3.Error."""
+        target = sqlite3.connect(path, isolation_level=None)
+        try:
+            path.chmod(0o600)
+            self._connection.backup(target)
+        finally:
+            target.close()
+
+    def replace_chunks(self, rows: Iterable[ChunkRow], namespaces: Iterable[NamespaceRow]) -> None:
+        """Let these be all chunks, and nothing be unclaimed; `namespaces` are added. Durable when it returns."""
+        with self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("INSERT OR REPLACE INTO facts VALUES (?, x'')", (_UNCLAIMED,))
+            connection.execute("DELETE FROM chunks")
+            connection.executemany(_PUT_NAMESPACE, namespaces)
+            connection.executemany(_PUT_CHUNK, rows)
 
     def close(self) -> None:
         """Close it."""
@@ -199,39 +270,51 @@ def _create(path: Path, volume_identity: bytes) -> sqlite3.Connection:
     return connection
 
 
-def _open_present(path: Path, volume_identity: bytes) -> sqlite3.Connection | None:
-    """The connection to an index that can be trusted; one that cannot is set aside and None is returned."""
+def _open_trusted(path: Path, volume_identity: bytes | None) -> sqlite3.Connection:
+    """The connection to an index that can be trusted.
+
+    Raises FormatError for one that is proven bad, UsageError for a newer one, and sqlite3.Error for what proves nothing.
+    """
     connection = None
     try:
         connection = _connect(path)
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version > VERSION:
-            connection.close()
             raise UsageError(f"{path} has index format {version}, this kvfs reads {VERSION}; use the kvfs that made it")
         if version != VERSION or connection.execute("PRAGMA quick_check").fetchone()[0] != "ok":
             raise FormatError("it is damaged or was never finished")
         row = connection.execute("SELECT value FROM facts WHERE name = 'volume'").fetchone()
-        if row is None or row[0] != volume_identity:
+        if row is None or row[0] != (row[0] if volume_identity is None else volume_identity):
             raise FormatError("it belongs to another volume")
         connection.executescript(_ADDITIONS)
         for query in (_NAMESPACES, _CHUNKS, _PINS, _LIMITS):
             connection.execute(query).fetchone()  # a damaged schema may lack a column
         return connection
-    except (
-        sqlite3.DatabaseError,
-        FormatError,
-        UnicodeDecodeError,
-    ) as error:  # messages quote the schema, whatever it is
+    except (sqlite3.DatabaseError, FormatError, UsageError, UnicodeDecodeError) as error:
         if connection is not None:
             connection.close()
+        if isinstance(error, FormatError | UsageError):
+            raise
         if isinstance(error, sqlite3.DatabaseError) and not _proves_damage(error):
             raise
-        aside = path.with_name(path.name + ".set-aside")
-        log.error("the index %s cannot be trusted (%s): moved to %s, the cache begins empty", path, error, aside.name)
-        path.rename(aside)
-        for suffix in ("-wal", "-shm"):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
-        return None
+        raise FormatError(str(error)) from error  # messages quote the schema, whatever it is
+
+
+def _open_present(path: Path, volume_identity: bytes) -> sqlite3.Connection | None:
+    """The connection to an index that can be trusted; one that cannot is set aside and None is returned."""
+    try:
+        return _open_trusted(path, volume_identity)
+    except FormatError as error:
+        log.error("the index %s cannot be trusted (%s): moved to %s, the cache begins empty", path, error, SET_ASIDE)
+    path.rename(path.with_name(SET_ASIDE))
+    remove_logs(path)
+    return None
+
+
+def remove_logs(path: Path) -> None:
+    """Remove what SQLite keeps beside an index: with another index in its place it would be taken for its log."""
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _proves_damage(error: sqlite3.DatabaseError) -> bool:

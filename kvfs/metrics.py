@@ -38,6 +38,9 @@ class Counters:
     promotions: int = field(default=0, metadata={"help": "chunks read from NVMe into RAM"})
     promotions_refused: int = field(default=0, metadata={"help": "promotions that found no room in RAM"})
     corrupt: int = field(default=0, metadata={"help": "chunks dropped because they were proven bad"})
+    rows_dropped: int = field(
+        default=0, metadata={"help": "rows of the index dropped at the start: they cannot be true"}
+    )
     io_errors: int = field(default=0, metadata={"help": "reads and writes that failed on the device"})
     written_bytes: int = field(default=0, metadata={"help": "bytes written to NVMe"})
     evictions_ram: int = field(default=0, metadata={"help": "chunks evicted from RAM"})

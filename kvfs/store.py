@@ -116,7 +116,7 @@ class Store:
         self._looked_at.discard(table)
         self.events.append("namespace_removed", namespace=table.directory)
         if self._residency.commits is not None:
-            self._residency.commits.remove_namespace(table.number)
+            self._residency.commits.remove_namespace(table.number, table.directory)
 
     async def settle(self) -> None:
         """Wait until what was removed so far is gone for good. Raises UnavailableError if it may not be."""

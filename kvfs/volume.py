@@ -34,7 +34,6 @@ import xxhash
 from kvfs.chunk import ALIGNMENT
 from kvfs.config import exact_size, format_size
 from kvfs.errors import FormatError, UsageError
-from kvfs.index import FILE_NAME as INDEX
 from kvfs.system import System
 
 log = logging.getLogger(__name__)
@@ -48,6 +47,10 @@ _SUM = struct.Struct("<Q")
 _MAX_TRANSFER = 64 << 20
 
 
+class ForeignVolume(UsageError, FormatError):
+    """A file in the place of the volume that does not begin like one."""
+
+
 class Volume:
     """An open volume.
 
@@ -55,16 +58,29 @@ class Volume:
         path: of the file; identity: the random 16 bytes in its superblock; capacity: its size in bytes.
         is_direct: whether the file system takes O_DIRECT (else reads and writes are buffered).
         fd: the daemon's descriptor; client_fd: a read-only one to hand out.
+        is_new: whether it was made just now.
+        damage: what is wrong with its superblock, "" if nothing; else `identity` is empty.
     """
 
     def __init__(
-        self, path: Path, fds: tuple[int, int, int], identity: bytes, capacity: int, is_direct: bool, system: System
+        self,
+        path: Path,
+        fds: tuple[int, int, int],
+        identity: bytes,
+        capacity: int,
+        is_direct: bool,
+        system: System,
+        *,
+        is_new: bool = False,
+        damage: str = "",
     ):
         self.path = path
         self.fd, self.client_fd, self._lock_fd = fds
         self.identity = identity
         self.capacity = capacity
         self.is_direct = is_direct
+        self.is_new = is_new
+        self.damage = damage
         self._system = system
 
     @classmethod
@@ -76,13 +92,12 @@ class Volume:
         has to mend (locked, no room, another format, smaller than before), OSError for the rest.
         """
         _make_directory(directory)
-        capacity -= capacity % ALIGNMENT
+        capacity = align_down(capacity)
         path = directory / FILE_NAME
         with contextlib.ExitStack() as undo:
-            lock_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            lock_fd = lock_directory(directory)
             undo.callback(os.close, lock_fd)
-            _lock(lock_fd, directory)
-            if not path.exists():
+            if is_new := not path.exists():
                 _create(path, capacity, system)
             fd, is_direct = _open(path, os.O_RDWR)
             undo.callback(os.close, fd)
@@ -91,7 +106,57 @@ class Volume:
             undo.pop_all()
         if not is_direct:
             log.warning("the file system of %s takes no O_DIRECT: reads and writes go through the page cache", path)
-        return cls(path, (fd, client_fd, lock_fd), identity, capacity, is_direct, system)
+        return cls(path, (fd, client_fd, lock_fd), identity, capacity, is_direct, system, is_new=is_new)
+
+    @classmethod
+    def open_present(cls, directory: Path, system: System) -> Volume:
+        """Open the volume that is there, as it is: nothing is made, extended or mended. For fsck.
+
+        One whose superblock is damaged is opened too, see `damage`; its capacity is then that of the file. Raises
+        UsageError for what is locked, missing, or of another version.
+        """
+        path = directory / FILE_NAME
+        with contextlib.ExitStack() as undo:
+            try:
+                lock_fd = lock_directory(directory)
+                undo.callback(os.close, lock_fd)
+                fd, is_direct = _open(path, os.O_RDWR)
+                undo.callback(os.close, fd)
+                client_fd, _ = _open(path, os.O_RDONLY)
+                undo.callback(os.close, client_fd)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise UsageError(f"there is no kvfs volume in {directory}") from error
+            damage = ""
+            try:
+                identity, capacity = _read_superblock(fd, path, system)
+            except FormatError as error:
+                damage = str(error)
+                identity, capacity = b"", align_down(os.fstat(fd).st_size)
+            undo.pop_all()
+        return cls(path, (fd, client_fd, lock_fd), identity, capacity, is_direct, system, damage=damage)
+
+    def mend(self, identity: bytes) -> None:
+        """Write the superblock anew; the capacity is that of the file. Durable when it returns. Raises OSError."""
+        _write_superblock(self.fd, identity, self.capacity, self._system)
+        self.identity, self.damage = identity, ""
+
+    def written(self) -> list[tuple[int, int]]:
+        """(begin, end) of what was ever written behind the superblock, as far as the file system tells it apart."""
+        found = []
+        end = SUPERBLOCK_BYTES
+        length = align_down(os.fstat(self.fd).st_size)
+        while end < length:
+            try:
+                begin = os.lseek(self.client_fd, end, os.SEEK_DATA)
+                end = os.lseek(self.client_fd, begin, os.SEEK_HOLE)
+            except OSError as error:
+                if error.errno != errno.ENXIO:  # that is: no data behind this
+                    return [(SUPERBLOCK_BYTES, length)] if length > SUPERBLOCK_BYTES else []
+                break
+            begin, end = align_down(begin), min(-(-end // ALIGNMENT) * ALIGNMENT, length)
+            if end > begin:
+                found.append((begin, end))
+        return found
 
     def read(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset`; both, and the buffer's address, are multiples of 4096. Raises OSError.
@@ -150,11 +215,23 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
         return os.open(path, flags | os.O_CLOEXEC, 0o600), False
 
 
-def _lock(fd: int, directory: Path) -> None:
+def align_down(size: int) -> int:
+    """`size` without what lies behind its last multiple of 4096."""
+    return size - size % ALIGNMENT
+
+
+def lock_directory(directory: Path) -> int:
+    """A descriptor that keeps every other kvfs away from what is in the directory, until it is closed.
+
+    Raises UsageError if another has it, OSError if the directory cannot be opened.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        os.close(fd)
         raise UsageError(f"{directory} is in use by another kvfs daemon") from error
+    return fd
 
 
 def _make_directory(directory: Path) -> None:
@@ -197,7 +274,7 @@ def _grow(fd: int, path: Path, capacity: int, system: System) -> tuple[bytes, in
     if capacity < present:
         raise UsageError(
             f"the volume in {path.parent} has {format_size(present)} and cannot shrink to {format_size(capacity)}: "
-            f"give {exact_size(present)} or more, or start anew: rm {path} {path.with_name(INDEX)}"
+            f"give {exact_size(present)} or more, or start anew: kvfs destroy {path.parent}"
         )
     length = os.fstat(fd).st_size
     if length < present:
@@ -240,16 +317,22 @@ def _write_superblock(fd: int, identity: bytes, capacity: int, system: System) -
 
 
 def _read_superblock(fd: int, path: Path, system: System) -> tuple[bytes, int]:
+    """Identity and capacity. Raises UsageError for another version, FormatError for what is no superblock of any."""
     block = aligned_buffer(SUPERBLOCK_BYTES)
     system.preadv(fd, [block], 0)
     magic, version, identity, capacity, _ = _HEAD.unpack_from(block)
     if magic != MAGIC:
-        raise UsageError(f"{path} is not a kvfs volume; name another directory, or remove the file if it is yours")
-    if version != VERSION:
-        raise UsageError(f"{path} has volume format {version}, this kvfs reads {VERSION}; use the kvfs that made it")
-    if _SUM.unpack_from(block, _HEAD.size)[0] != xxhash.xxh3_64_intdigest(block[: _HEAD.size]):
+        raise ForeignVolume(
+            f"{path} is not a kvfs volume; name another directory, or remove the file if it is yours "
+            f"(if it was a volume before: kvfs fsck {path.parent})"
+        )
+    is_whole = _SUM.unpack_from(block, _HEAD.size)[0] == xxhash.xxh3_64_intdigest(block[: _HEAD.size])
+    if version != VERSION and (version > VERSION or is_whole):
+        does = "use the kvfs that made it" if version > VERSION else f"start anew with kvfs destroy {path.parent}"
+        raise UsageError(f"{path} has volume format {version}, this kvfs reads {VERSION}; {does}")
+    if not is_whole:
         raise FormatError(
-            f"the superblock of {path} does not have its checksum; the volume cannot be trusted: "
-            f"to start anew, rm {path} {path.with_name(INDEX)}"
+            f"the superblock of {path} does not have its checksum; kvfs fsck {path.parent} --rebuild mends it, or "
+            f"kvfs destroy {path.parent} to start anew"
         )
     return identity, capacity

@@ -72,17 +72,52 @@ def mount_at(path: str) -> Mount | None:
 
 
 def resolve(path: str) -> str:
-    """The path as the kernel reports it. A last part that is a mount is not looked at: the mount may hang."""
-    for _ in range(_MAX_LINKS):
-        parent, name = os.path.split(os.path.abspath(path))
-        path = os.path.join(os.path.realpath(parent), name) if name else "/"
-        if mount_at(path) is not None or not os.path.islink(path):
-            break
-        target = os.path.join(os.path.dirname(path), os.readlink(path))
-        if mount_at(os.path.normpath(target)) is None and not os.path.lexists(target):
-            break  # a link to nowhere is no place to make a directory
-        path = target
-    return path
+    """The path as the kernel reports it. What lies in a mount of kvfs, its root included, is not looked at: it may hang."""
+    return os.path.join(*reached(path)).rstrip("/") or "/"
+
+
+def reached(path: str) -> tuple[str, str]:
+    """The path with its links resolved, up to the first mount of kvfs on the way; and the rest, which lies in that.
+
+    Nothing in such a mount is looked at, nor its root. The rest has no links resolved. A last link that leads nowhere
+    stays: it is no place to make a directory.
+    """
+    return _reached(path, {mount.path for mount in mounts() if mount.is_ours}, _MAX_LINKS)
+
+
+def _reached(path: str, ours: set[str], num_links: int) -> tuple[str, str]:
+    current = "/"
+    waiting = _parts(os.path.join(os.getcwd(), path))
+    while waiting:
+        if current in ours:
+            rest = os.path.normpath("/".join(reversed(waiting)))
+            if rest != ".." and not rest.startswith("../"):
+                return current, "" if rest == "." else rest
+        part = waiting.pop()
+        if part == "..":
+            current = os.path.dirname(current)
+            continue
+        step = os.path.join(current, part)
+        try:
+            target = None if step in ours or num_links <= 0 else os.readlink(step)
+        except OSError:
+            target = None
+        if target is None:
+            current = step
+            continue
+        num_links -= 1
+        if not waiting:
+            end, rest = _reached(os.path.join(current, target), ours, num_links)
+            is_nowhere = not rest and end not in ours and not os.path.lexists(end)
+            return (step, "") if is_nowhere else (end, rest)
+        waiting += _parts(target)
+        current = "/" if target.startswith("/") else current
+    return current, ""
+
+
+def _parts(path: str) -> list[str]:
+    """The names in a path, the first one last."""
+    return [part for part in reversed(path.split("/")) if part not in ("", ".")]
 
 
 def prepare(path: str) -> str:

@@ -38,8 +38,7 @@ def socket_directory(mountpoint: str, parent: str, *, is_shared: bool) -> Iterat
     if len(os.fsencode(path)) > _MAX_SOCKET_BYTES:
         raise UsageError(f"{path} is too long for a socket; choose a shorter socket_directory")
     try:
-        os.makedirs(parent, mode=0o755, exist_ok=True)
-        _check_owner(parent)
+        make_parent(parent)
         descriptor = _lock(directory)
     except OSError as error:
         raise UsageError(f"cannot make {directory} for the session socket: {error.strerror}") from error
@@ -54,6 +53,15 @@ def socket_directory(mountpoint: str, parent: str, *, is_shared: bool) -> Iterat
         with contextlib.suppress(OSError):
             os.rmdir(directory)
         os.close(descriptor)
+
+
+def make_parent(directory: str) -> None:
+    """Make the directory for the sockets of all daemons, if need be, and check whose it is.
+
+    Raises UsageError where others could put something in the place of what we put there, and OSError.
+    """
+    os.makedirs(directory, mode=0o755, exist_ok=True)
+    _check_owner(directory)
 
 
 def _check_owner(directory: str) -> None:

@@ -22,7 +22,7 @@ import typer
 from kvfs import config
 from kvfs.config import Settings
 from kvfs.errors import ConfigError, KvfsError, UnavailableError
-from kvfs.mount import mountpoint
+from kvfs.mount import mountpoint, sockets
 
 READY = b"ready"
 MAX_SENTENCE_BYTES = 4096  # a pipe takes as much in one piece, pipe(7)
@@ -76,6 +76,8 @@ def start(settings: Settings) -> Daemon:
     Ends the command, with the daemon's own sentence and exit code, if it does not come up; raises ConfigError if its
     log cannot be written. An interrupt ends the daemon as well.
     """
+    if settings.log_file is None:
+        _check_place(settings.socket_directory)
     log_file = settings.log_file or default_log_file(settings)
     settings = msgspec.structs.replace(settings, log_file=log_file)
     read_fd, write_fd = os.pipe()
@@ -137,6 +139,14 @@ def default_log_file(settings: Settings) -> str:
     name = settings.mountpoint.strip("/").replace("/", "-") or "root"
     end = os.fsencode(name)[-200:].decode(errors="ignore")  # a file's name has 255 bytes at most
     return str(Path(settings.socket_directory, f"{end}.log"))
+
+
+def _check_place(socket_directory: str) -> None:
+    """Before anything is written beside the sockets: others must not be able to put a file there in the place of ours."""
+    try:
+        sockets.make_parent(socket_directory)
+    except OSError as error:
+        raise ConfigError(f"cannot write the log in {socket_directory}: {error.strerror}") from error
 
 
 def _open_log(path: str) -> int:

@@ -18,7 +18,8 @@ import typer
 
 import kvfs
 from kvfs.errors import KvfsError, UsageError
-from kvfs.tools import ls, mount, pin, quota, rm, status, umount, verify
+from kvfs.tools import config, destroy, fsck, ls, mount, pin, quota, rm, stat, status, tree, umount, verify
+from kvfs.tools import format as format_
 from kvfs.tools.bench import command as bench
 
 # click's ClickException: typer brings click, or a copy of it, and shows neither.
@@ -78,11 +79,17 @@ app.command("mount", epilog=mount.EXAMPLES)(tells_errors(mount.mount))
 app.command("umount", epilog=umount.EXAMPLES)(tells_errors(umount.umount))
 app.command("status", epilog=status.EXAMPLES)(tells_errors(status.status))
 app.command("ls", epilog=ls.EXAMPLES)(tells_errors(ls.list_cache))
+app.command("tree", epilog=tree.EXAMPLES)(tells_errors(tree.tree))
+app.command("stat", epilog=stat.EXAMPLES)(tells_errors(stat.stat))
 app.command("rm", epilog=rm.EXAMPLES)(tells_errors(rm.remove))
 app.command("pin", epilog=pin.PIN_EXAMPLES)(tells_errors(pin.pin))
 app.command("unpin", epilog=pin.UNPIN_EXAMPLES)(tells_errors(pin.unpin))
 app.command("quota", epilog=quota.EXAMPLES)(tells_errors(quota.quota))
 app.command("verify", epilog=verify.EXAMPLES)(tells_errors(verify.verify))
+app.command("config", epilog=config.EXAMPLES)(tells_errors(config.show_settings))
+app.command("format", epilog=format_.EXAMPLES)(tells_errors(format_.make_volume))
+app.command("fsck", epilog=fsck.EXAMPLES)(tells_errors(fsck.fsck))
+app.command("destroy", epilog=destroy.EXAMPLES)(tells_errors(destroy.destroy))
 app.command("bench", epilog=bench.EXAMPLES)(tells_errors(bench.bench))
 
 

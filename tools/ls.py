@@ -68,7 +68,7 @@ def list_cache(
             total = len(entries)
     entries = entries[:limit]
     if as_json:
-        rows = [{"kind": kind} | _plain(entry) for entry in entries]
+        rows = [{"kind": kind} | plain(entry) for entry in entries]
         typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=2))
     elif entries:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -90,7 +90,8 @@ def _mount(path: str) -> str:
     return mounted.find(path)
 
 
-def _plain(entry: Entry) -> dict[str, Any]:
+def plain(entry: Entry) -> dict[str, Any]:
+    """What is known of an entry, for programs."""
     facts = asdict(entry) | {"tiers": None if entry.tiers is None else sorted(entry.tiers), "short_path": None}
     return {name: value for name, value in facts.items() if value is not None}
 

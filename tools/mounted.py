@@ -6,7 +6,6 @@ Concurrency: whatever touches the mount runs in a daemon thread, which is left b
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -30,12 +29,11 @@ class GoneError(UnavailableError):
 def find(path: str) -> str:
     """The mount at `path`, as the kernel names it; raises UsageError if there is none or it is not kvfs.
 
-    Looks at /proc/self/mountinfo only, so it never hangs.
+    Looks at nothing in a mount of kvfs, so it never hangs.
     """
-    found = inside(path)
-    if found is not None:
-        raise UsageError(f"{path} lies inside the mount on {found[0]}: name the mount itself")
-    resolved = mountpoint.resolve(path)
+    resolved, rest = mountpoint.reached(path)
+    if rest:
+        raise UsageError(f"{path} lies inside the mount on {resolved}: name the mount itself")
     mount = mountpoint.mount_at(resolved)
     if mount is None:
         others = sorted({other.path for other in mountpoint.mounts() if other.is_ours})
@@ -48,14 +46,8 @@ def find(path: str) -> str:
 
 def inside(path: str) -> tuple[str, str] | None:
     """The kvfs mount above `path`, and the rest of the path below it; None if there is none. Never hangs."""
-    path = os.path.abspath(path)
-    mounts = {mount.path for mount in mountpoint.mounts() if mount.is_ours}
-    above = os.path.dirname(path)
-    while above not in mounts:
-        if above == os.path.dirname(above):
-            return None
-        above = os.path.dirname(above)
-    return None if path in mounts else (above, os.path.relpath(path, above))
+    mount, rest = mountpoint.reached(path)
+    return (mount, rest) if rest else None
 
 
 def ask(path: str, look: Callable[[Beat], T], deadline_s: float = DEADLINE_S) -> T:

@@ -20,10 +20,12 @@ import trio.lowlevel
 
 from kvfs.catalog import ChunkTable
 from kvfs.chunk import geometry
+from kvfs.documents import DIRECTORY as DOCUMENTS
 from kvfs.index import FILE_NAME as INDEX
 from kvfs.keys import KeyChain
 from kvfs.messages import StoreStatus
 from kvfs.namespace import Namespace
+from kvfs.opening import open_store
 from kvfs.store import Store
 from kvfs.system import System
 from kvfs.testing import (
@@ -35,6 +37,7 @@ from kvfs.testing import (
     open_table,
     payload_of,
     read_all,
+    settings_in,
     sized_namespace,
     store_chain,
     store_chunk,
@@ -332,6 +335,7 @@ async def test_an_overlap_from_the_front(tmp_path: Path, chain: KeyChain) -> Non
     assert found == indexed == set(chain.keys[1:3])
 
 
+@pytest.mark.expect_log("1 rows of the index cannot be true")
 @pytest.mark.parametrize(
     ("column", "value"),
     [
@@ -347,12 +351,58 @@ async def test_impossible_rows_are_dropped(tmp_path: Path, chain: KeyChain, colu
     assert found == indexed == set(chain.keys) - {chain.keys[2]}
 
 
-@pytest.mark.expect_log("is not readable")
-@pytest.mark.parametrize("document", [b"", b"{}", b"\xff", None, 5, "text"])
+DAMAGED_DOCUMENTS = [b"", b"{}", b"\xff", None, 5, "text"]
+
+
+@pytest.mark.expect_log("is mended with its document")
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [*(("document", value) for value in DAMAGED_DOCUMENTS), ("directory", "x"), ("created_ns", "x")],
+)
+async def test_a_damaged_namespace_is_mended(tmp_path: Path, chain: KeyChain, column: str, value: object) -> None:
+    """The document beside the volume says what its row said; no chunk is lost, and the row is right again."""
+    edit_index(tmp_path, f"UPDATE namespaces SET {column} = ?", value)
+    for _ in range(2):
+        assert await restarted_with(tmp_path) == (set(chain.keys), set(chain.keys))
+        with index_of(tmp_path) as connection:
+            [(directory, created_ns)] = connection.execute("SELECT directory, created_ns FROM namespaces")
+        assert (directory, type(created_ns)) == (MIB.directory, int)
+    assert await assert_all_right(tmp_path, [chain], MIB) == set(chain.keys)
+
+
+@pytest.mark.expect_log("is mended with its document")
+@pytest.mark.parametrize("statement", ["DELETE FROM namespaces", "UPDATE namespaces SET number = 7"])
+async def test_a_lost_namespace_is_found_by_the_headers_of_its_chunks(
+    tmp_path: Path, chain: KeyChain, statement: str
+) -> None:
+    """Its row is gone, or bears another number: what is on the volume says whose the chunks are."""
+    edit_index(tmp_path, statement)
+    async with opened(tmp_path, MIB) as (store, table):
+        assert b"namespace_mended" in store.events.read(0, 1 << 20)
+        assert store.counters.rows_dropped == 0
+        assert set(table.chunks) == set(chain.keys)
+    assert await restarted_with(tmp_path) == (set(chain.keys), set(chain.keys))
+
+
+@pytest.mark.expect_log("is not readable|cannot be true")
+@pytest.mark.parametrize("document", DAMAGED_DOCUMENTS)
 async def test_an_unreadable_namespace_is_dropped(tmp_path: Path, chain: KeyChain, document: object) -> None:
-    """Its chunks cannot be told apart any more; the namespace can be used anew."""
+    """Without its document its chunks cannot be told apart any more: they are counted, and it can be used anew."""
+    shutil.rmtree(tmp_path / "nvme" / DOCUMENTS)
     edit_index(tmp_path, "UPDATE namespaces SET document = ?", document)
+    async with open_store(settings_in(tmp_path)) as store:
+        assert store.counters.rows_dropped == len(chain.keys)
+        assert b'"rows_dropped", "chunks": 4' in store.events.read(0, 1 << 20)
     assert await restarted_with(tmp_path) == (set(), set())
     async with opened(tmp_path, MIB) as (store, table):
         await store_chain(store, table, chain)
     assert await assert_all_right(tmp_path, [chain], MIB) == set(chain.keys)
+
+
+async def test_documents_are_written_again_where_they_are_missing(tmp_path: Path, chain: KeyChain) -> None:
+    """A volume of an earlier version gets them at its first start."""
+    path = tmp_path / "nvme" / DOCUMENTS / f"{MIB.directory}.json"
+    before = path.read_bytes()
+    shutil.rmtree(path.parent)
+    assert await restarted_with(tmp_path) == (set(chain.keys), set(chain.keys))
+    assert path.read_bytes() == before

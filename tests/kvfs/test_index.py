@@ -66,7 +66,7 @@ def test_pins_and_limits(path: Path) -> None:
     assert set(index.pins()) == {PinRow(*first, 8), PinRow(*second, 6)}
     index.commit(Batch(pins={second: None}, limits={2: LimitRow(2, None, None)}))
     assert index.pins() == [PinRow(*first, 8)]
-    index.commit(Batch(removed=[1], put=[row(5)], limits={3: LimitRow(3, 1, 1)}))
+    index.commit(Batch(removed={1: "gone"}, put=[row(5)], limits={3: LimitRow(3, 1, 1)}))
     assert (index.namespaces(), index.pins(), index.chunks()) == ([], [], [row(5)])
     assert index.limits() == [LimitRow(2, None, None), LimitRow(3, 1, 1)]
     index.close()

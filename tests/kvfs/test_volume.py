@@ -84,7 +84,7 @@ def test_shrinking_is_refused(tmp_path: Path) -> None:
         Volume.open(tmp_path, CAPACITY, System())
     assert str(refused.value) == (
         f"the volume in {tmp_path} has 2.0 MiB and cannot shrink to 1.0 MiB: give 2MiB or more, "
-        f"or start anew: rm {tmp_path}/volume {tmp_path}/index.sqlite"
+        f"or start anew: kvfs destroy {tmp_path}"
     )
     Volume.open(tmp_path, 2 * CAPACITY, System()).close()
 

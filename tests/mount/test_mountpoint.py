@@ -44,6 +44,20 @@ def test_a_link_is_followed_to_what_is_mounted_on(tmp_path: Path) -> None:
     assert mountpoint.resolve(str(tmp_path / "circle")) == str(tmp_path.resolve() / "circle")
 
 
+def test_links_are_followed_as_the_kernel_does(tmp_path: Path) -> None:
+    """A ".." behind a link leaves what the link leads to; a link may be on the way, and lead on to others."""
+    root = tmp_path.resolve()
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "link").symlink_to("a/b")
+    (root / "a" / "up").symlink_to("../link")
+    (root / "absolute").symlink_to(root / "a")
+    for path, expected in [
+        ("link/..", "a"), ("link/../b/./c", "a/b/c"), ("absolute/up/x", "a/b/x"), ("absolute/up", "a/b"), ("a//b/", "a/b"),
+    ]:  # fmt: skip
+        assert mountpoint.resolve(f"{root}/{path}") == f"{root}/{expected}"
+    assert mountpoint.resolve("/..") == mountpoint.resolve("/") == "/"
+
+
 def test_this_machine_has_a_root() -> None:
     root = mountpoint.mount_at("/")
     assert root is not None

@@ -25,11 +25,15 @@ def test_version() -> None:
     assert (result.returncode, result.stdout) == (0, f"kvfs {package.__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["mount", "umount", "status", "ls", "rm", "verify"])
+@pytest.mark.parametrize(
+    "command",
+    ["mount", "umount", "status", "ls", "rm", "verify", "tree", "stat", "config", "format", "fsck", "destroy"],
+)
 def test_help_teaches_by_example(command: str) -> None:
     result = kvfs(command, "--help")
     assert result.returncode == 0
-    assert f"kvfs {command} /mnt/kvfs" in result.stdout
+    place = "/data/kvfs" if command in ("format", "fsck", "destroy") else "/mnt/kvfs"
+    assert f"kvfs {command} {place}" in result.stdout
     assert "[bold]" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
@@ -169,3 +173,15 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
     result = kvfs("mount", tmp_path / "mnt", "--ram=16MiB", "--background", "--log-file", tmp_path)
     assert result.returncode == 2
     assert result.stderr == f"kvfs: cannot write the log to {tmp_path}: Is a directory\n"
+
+
+@pytest.mark.parametrize("background", [[], ["--background"]])
+def test_nothing_is_written_where_others_could_put_something_else(tmp_path: Path, background: list[str]) -> None:
+    """A socket directory that anybody may change is refused before a log is opened in it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    run.chmod(0o777)
+    result = kvfs("mount", tmp_path / "mnt", "--ram=16MiB", "--socket-directory", run, *background)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"kvfs: other users can change {run}")
+    assert list(run.iterdir()) == []

@@ -232,6 +232,27 @@ def test_a_stopped_daemon_is_told_of(mount: Mount) -> None:
     wait_for("the daemon ends when its mount is gone", lambda: not is_alive(pid))
 
 
+@pytest.mark.parametrize("command", ["status", "ls", "umount", "verify", "config", "mount"])
+def test_a_link_into_a_stopped_mount_hangs_nobody(mount: Mount, command: str) -> None:
+    """Whatever leads below it: nothing in it is looked at to find out where a path leads."""
+    pid = mount.start()
+    link = mount.path.parent / "link"
+    link.symlink_to(f"mnt/{NAMESPACE.directory}")
+    flags = ["--ram=16MiB", "--huge-pages=never", f"--socket-directory={mount.path.parent.parent}/run"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for path in (link / "chunks", link, mount.path / "a" / ".." / "b"):
+            result = kvfs(command, path, *(flags if command in ("mount", "config") else []))
+            if command == "config":
+                assert result.returncode == 0
+                continue
+            assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+            assert ("does not answer" if command == "mount" else "lies inside the mount") in result.stderr
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert kvfs("umount", mount.path).returncode == 0
+
+
 @pytest.mark.parametrize("clear", ["umount", "mount"])
 def test_a_dead_daemon_leaves_nothing_that_stays(mount: Mount, clear: str) -> None:
     """Its mount is told of, and cleared by the next `kvfs umount` or `kvfs mount`."""
