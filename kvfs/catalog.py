@@ -9,7 +9,8 @@ consistent between any two awaits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import cast
 
 from kvfs.chunk import SUFFIX, geometry
@@ -194,3 +195,15 @@ class Catalog:
     def num_chunks(self) -> int:
         """Visible chunks of all namespaces."""
         return sum(len(table.chunks) for table in self.tables.values())
+
+
+def last_needed(chunks: Iterable[Chunk]) -> dict[Chunk, int]:
+    """For chunks on which something was built that was used later than they: when that was. So leaves go first."""
+    found: dict[Chunk, int] = {}
+    for chunk in sorted(chunks, key=attrgetter("position"), reverse=True):
+        above = chunk.table.chunks.get(chunk.parent)
+        if above is not None:
+            used_ns = found.get(chunk, chunk.last_used_ns)
+            if used_ns > found.get(above, above.last_used_ns):
+                found[above] = used_ns
+    return found

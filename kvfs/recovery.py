@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from kvfs import namespace as namespaces
-from kvfs.catalog import Chunk, ChunkTable
+from kvfs.catalog import Chunk, ChunkTable, last_needed
 from kvfs.chunk import geometry, parse_header
 from kvfs.commits import Commits
 from kvfs.documents import Documents, Found
@@ -58,7 +58,7 @@ def recover(
             ((chunk.nvme, chunk.length) for chunk in chunks),
             index.unclaimed(),
         )
-        needed_ns = _last_needed(chunks)
+        needed_ns = last_needed(chunks)
         chunks.sort(key=lambda chunk: (needed_ns.get(chunk, chunk.last_used_ns), -chunk.position))
         _recover_pins(residency, commits, index.pins(), tables)
         for chunk in chunks:
@@ -208,18 +208,6 @@ def _recover_pins(
             residency.pins.pin(chunk, row.until_ns)
         else:
             commits.pin(row.namespace, row.key, None)
-
-
-def _last_needed(chunks: Iterable[Chunk]) -> dict[Chunk, int]:
-    """For chunks on which something was built that was used later than they: when that was. So leaves go first."""
-    found: dict[Chunk, int] = {}
-    for chunk in sorted(chunks, key=attrgetter("position"), reverse=True):
-        above = chunk.table.chunks.get(chunk.parent)
-        if above is not None:
-            used_ns = found.get(chunk, chunk.last_used_ns)
-            if used_ns > found.get(above, above.last_used_ns):
-                found[above] = used_ns
-    return found
 
 
 def fits(row: ChunkRow, namespace: Namespace, capacity: int) -> bool:

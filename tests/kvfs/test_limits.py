@@ -74,6 +74,27 @@ async def test_a_quota_takes_the_least_worthy_of_the_namespace(tmp_path: Path, n
         assert len(other.chunks) == 1
 
 
+@pytest.mark.parametrize("nvme", [32 << 20, None])
+async def test_a_small_namespace_looks_at_its_own(tmp_path: Path, nvme: int | None) -> None:
+    """Where others have nearly all chunks, the order is that of the last use, leaf first; what is pinned stays."""
+    tiny = tiny_namespace()
+    async with open_table(tmp_path, NS, nvme=nvme) as (store, table):
+        other = store.attach(tiny)
+        for seed in range(3):
+            await store_chain(store, other, chain_of(tiny, 50, seed))
+        chain, pinned = chain_of(NS, 3), chain_of(NS, 2, seed=9)
+        await store_chain(store, table, pinned)
+        await store_chain(store, table, chain)
+        assert await store.flush()
+        await store.limits.pin([table.chunks[pinned.keys[1]]], FOREVER)
+        store.touch([table.chunks[key] for key in chain.keys[:2]], [Tier.RAM] * 2)
+        await store.limits.set_quota(table, 3 * LENGTH)
+        assert (stored(table, chain), stored(table, pinned)) == ([0], [0, 1])
+        assert await store_one(store, table, 4) is STORED
+        assert (stored(table, chain), stored(table, pinned)) == ([], [0, 1])
+        assert len(other.chunks) == 150
+
+
 async def test_a_quota_counts_what_is_reserved(tmp_path: Path) -> None:
     """It is refused at once, counted, and given back with the reservation."""
     async with open_table(tmp_path, NS) as (store, table):
