@@ -108,7 +108,7 @@ def check(volume: Volume, track: Track, *, read_payloads: bool) -> Report:
             index.close()
         report.num_namespaces = len(namespaces)
     if volume.damage:
-        is_ours = bool(report.num_namespaces) or has_chunks(volume)
+        is_ours = not volume.is_foreign or has_chunks(volume)
         report.add("superblock", volume.damage, "rebuild" if is_ours else "")
     rows = _without_overlaps(_possible(rows, namespaces, volume.capacity, report), report)
     if read_payloads:

@@ -84,6 +84,12 @@ class _Before:
     documents: dict[str, Document]
     spare: list[Namespace]
 
+    def know(self, namespace: Namespace, created_ns: object) -> None:
+        """Take in a namespace that an index names; if its document says otherwise, both are tried."""
+        first_ns = created_ns if isinstance(created_ns, int) else 0
+        self.documents.setdefault(namespace.directory, Document(namespace, first_ns))
+        self.spare.append(namespace)
+
 
 class _Kept(NamedTuple):
     """What is remembered of a chunk that was found: a million may be."""
@@ -122,7 +128,7 @@ def rebuild(volume: Volume, track: Track) -> Rebuilt:
     try:
         try:
             chunks = _scan(volume, before, result, track)
-            if volume.damage and before.index is None and not chunks:
+            if volume.is_foreign and not chunks:
                 raise UsageError(f"nothing on {volume.path} shows that it is a kvfs volume; it is left as it is")
             _write(volume, before, chunks, result)
         finally:
@@ -140,9 +146,7 @@ def _read(directory: Path, volume: Volume) -> _Before:
     before = _Before(None, {}, {}, dict(found.by_directory), [])
     for name in (FILE_NAME, SET_ASIDE):
         for namespace, created_ns in _salvage(directory / name):
-            if namespace.directory not in before.documents:
-                before.documents[namespace.directory] = Document(namespace, created_ns)
-            before.spare.append(namespace)
+            before.know(namespace, created_ns)
     with suppress(FormatError):
         before.index = Index.open_trusted(directory / FILE_NAME, volume.identity or None)
     if before.index is None:
@@ -154,7 +158,9 @@ def _read(directory: Path, volume: Volume) -> _Before:
     names = {}
     for row in before.index.namespaces():
         with suppress(FormatError, UsageError):
-            names[row.number] = namespace_in(row).directory
+            namespace = namespace_in(row)
+            before.know(namespace, row.created_ns)
+            names[row.number] = namespace.directory
     before.numbers = {name: number for number, name in names.items()}
     for chunk in before.index.chunks():
         name = names.get(chunk.namespace, "")
@@ -163,19 +169,21 @@ def _read(directory: Path, volume: Volume) -> _Before:
     return before
 
 
-def _salvage(path: Path) -> Iterator[tuple[Namespace, int]]:
+def _salvage(path: Path) -> Iterator[tuple[Namespace, object]]:
     """The namespaces that an index still names, however damaged it is: a header is believed for itself alone."""
     if not path.exists():
         return
-    with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+    with (
+        suppress(sqlite3.Error),
+        closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as connection,
+    ):
         rows = connection.execute("SELECT number, directory, document, created_ns FROM namespaces")
         while True:
             try:
                 row = next(rows, None)
                 if row is None:
                     return
-                namespace = namespace_in(NamespaceRow(*row))
-                yield namespace, row[3] if isinstance(row[3], int) else 0
+                yield namespace_in(NamespaceRow(*row)), row[3]
             except (FormatError, UsageError, UnicodeDecodeError):
                 continue
 

@@ -60,6 +60,7 @@ class Volume:
         fd: the daemon's descriptor; client_fd: a read-only one to hand out.
         is_new: whether it was made just now.
         damage: what is wrong with its superblock, "" if nothing; else `identity` is empty.
+        is_foreign: whether the file does not even begin like a volume.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Volume:
         *,
         is_new: bool = False,
         damage: str = "",
+        is_foreign: bool = False,
     ):
         self.path = path
         self.fd, self.client_fd, self._lock_fd = fds
@@ -81,6 +83,7 @@ class Volume:
         self.is_direct = is_direct
         self.is_new = is_new
         self.damage = damage
+        self.is_foreign = is_foreign
         self._system = system
 
     @classmethod
@@ -126,14 +129,15 @@ class Volume:
                 undo.callback(os.close, client_fd)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise UsageError(f"there is no kvfs volume in {directory}") from error
-            damage = ""
+            damage, is_foreign = "", False
             try:
                 identity, capacity = _read_superblock(fd, path, system)
             except FormatError as error:
-                damage = str(error)
+                damage, is_foreign = str(error), isinstance(error, ForeignVolume)
                 identity, capacity = b"", align_down(os.fstat(fd).st_size)
             undo.pop_all()
-        return cls(path, (fd, client_fd, lock_fd), identity, capacity, is_direct, system, damage=damage)
+        fds = (fd, client_fd, lock_fd)
+        return cls(path, fds, identity, capacity, is_direct, system, damage=damage, is_foreign=is_foreign)
 
     def mend(self, identity: bytes) -> None:
         """Write the superblock anew; the capacity is that of the file. Durable when it returns. Raises OSError."""

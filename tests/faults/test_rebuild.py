@@ -362,6 +362,26 @@ async def test_a_foreign_file_is_left_alone(tmp_path: Path, raw: bytes) -> None:
     assert os.listdir(tmp_path / "nvme") == [VOLUME]
 
 
+async def test_a_foreign_file_beside_an_index_is_left_alone(tmp_path: Path, chains: list[KeyChain]) -> None:
+    """Somebody put another file in the volume's place: the index does not make it a volume."""
+    path = tmp_path / "nvme" / VOLUME
+    path.write_bytes(b"x" * 10_000)
+    before = (tmp_path / "nvme" / INDEX).read_bytes()
+    with pytest.raises(UsageError, match=r"nothing on .* shows that it is a kvfs volume"):
+        rebuilt(tmp_path)
+    assert (path.read_bytes(), (tmp_path / "nvme" / INDEX).read_bytes()) == (b"x" * 10_000, before)
+
+
+async def test_an_empty_volume_with_a_damaged_superblock(tmp_path: Path) -> None:
+    """It begins like one, so it is mended, though there is nothing on it."""
+    async with open_table(tmp_path, MIB):
+        pass
+    (tmp_path / "nvme" / INDEX).unlink()
+    flip(tmp_path, 30)
+    assert rebuilt(tmp_path).mended_superblock
+    assert kinds(checked(tmp_path)) == {}
+
+
 @pytest.mark.parametrize("version", [0, 2])
 async def test_another_version_of_the_volume_is_refused(tmp_path: Path, chains: list[KeyChain], version: int) -> None:
     """With what to do. One whose checksum holds is no damage."""
@@ -421,3 +441,14 @@ async def test_after_a_start_without_the_index(tmp_path: Path, chains: list[KeyC
     async with open_table(tmp_path, MIB) as (store, table):
         assert store.capacity().used_bytes == sum(length for _, _, length in rows(tmp_path))
         assert len(table.chunks) == 9
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+async def test_root_leaves_everything_to_the_owner_of_the_volume(tmp_path: Path, chains: list[KeyChain]) -> None:
+    """The daemon runs as its own user, and has to be able to open what root has mended."""
+    for path in [tmp_path / "nvme", *(tmp_path / "nvme").rglob("*")]:
+        os.chown(path, 4321, 4322)
+    shutil.rmtree(tmp_path / "nvme" / DOCUMENTS)
+    rebuilt(tmp_path)
+    for path in (tmp_path / "nvme").rglob("*"):
+        assert (path.stat().st_uid, path.stat().st_gid) == (4321, 4322), path
