@@ -487,7 +487,7 @@ async def test_the_power_goes_at_every_step(tmp_path: Path, verb: str) -> None:
 async def test_the_power_goes_at_every_step_in_many_ways(tmp_path: Path, verb: str) -> None:
     """The same with KVFS_TORN random variants of each step, others at every run."""
     seed = int(os.environ.get("KVFS_SEED", random.SystemRandom().randrange(100_000)))
-    num_steps, num_disks = await play_and_crash(tmp_path, VERBS[verb], seed, int(os.environ.get("KVFS_TORN", "8")))
+    num_steps, num_disks = await play_and_crash(tmp_path, VERBS[verb], seed, int(os.environ.get("KVFS_TORN", "4")))
     print(f"KVFS_SEED={seed} {verb}: {num_steps} steps, {num_disks} disks")
 
 
