@@ -67,8 +67,7 @@ def errno_of(call: Callable[[], object]) -> int:
     try:
         call()
     except OSError as error:
-        assert error.errno is not None
-        return error.errno
+        return error.errno or -1
     return 0
 
 
@@ -155,6 +154,8 @@ class PosixMachine(RuleBasedStateMachine):
             assert errno_of(lambda: os.stat(name)) == errno.ENOENT
             assert not os.path.lexists(name)
             return
+        for almost in (f"{name}\n", f"{name}x", str(name.with_name(name.name.upper())), str(name)[:-1]):
+            assert errno_of(lambda a=almost: os.stat(a)) == errno.ENOENT
         found = os.stat(name)
         assert stat.S_ISREG(found.st_mode)
         assert stat.S_IMODE(found.st_mode) & 0o137 == 0  # nobody writes, executes, nor reads but owner and group
@@ -191,11 +192,11 @@ class PosixMachine(RuleBasedStateMachine):
                 wanted = mmap.PROT_READ | mmap.PROT_WRITE
                 assert errno_of(lambda: mmap.mmap(file.fileno(), 0, flags, wanted)) == errno.EACCES
 
-    @rule(path=a_path, view=a_view)
-    def hold(self, path: str, view: str) -> None:
-        """Open it, and leave it open."""
+    @rule(path=a_path, view=a_view, flags=st.sampled_from([0, os.O_DIRECT]))
+    def hold(self, path: str, view: str, flags: int) -> None:
+        """Open it, and leave it open; with O_DIRECT the kernel has no copy of what was read before."""
         if path in self.there and len(self.held) < 20:
-            fd = os.open(self.name(path, view), os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self.name(path, view), os.O_RDONLY | os.O_CLOEXEC | flags)
             self.held.append(Held(fd, self.there[path], path))
 
     @precondition(lambda self: self.held)
