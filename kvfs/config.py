@@ -31,6 +31,7 @@ Access = Literal["isolated", "trusted"]
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _ALMOST_UNITS = ("K", "KB", "M", "MB", "G", "GB", "T", "TB")  # 10**9 or 2**30: who writes "GB" may mean either
 _SIZES_ARE = "write a number and KiB, MiB, GiB or TiB, such as 64GiB"
+_NO_SIZE = 1 << 100
 MIN_TIER_BYTES = 1 << 20
 MAX_TIER_BYTES = 1 << 50
 MAX_IO_THREADS = 256
@@ -48,6 +49,8 @@ def parse_size(text: str | int) -> int:
     Units are powers of 1024 and written in full: nobody should have to guess what "64G" means.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        if text >= _NO_SIZE:
+            raise ConfigError(f"a number of {len(str(text))} digits is not a size: {_SIZES_ARE}")
         return text
     match = _SIZE.match(text) if isinstance(text, str) else None
     if match is None:

@@ -91,12 +91,14 @@ class PosixMachine(RuleBasedStateMachine):
         self.held: list[Held] = []
 
     def teardown(self) -> None:
-        for held in self.held:
-            os.close(held.fd)
-        self.held.clear()
-        for path in list(self.there):
-            self.unlink(path, "flat")
-        self.all_is_consistent()
+        """Remove everything, what is open too: it is there to its last reader."""
+        try:
+            for path in list(self.there):
+                self.unlink(path, "flat")
+            self.all_is_consistent()
+        finally:
+            for held in self.held:
+                os.close(held.fd)
         counters = json.loads((self.root / ".kvfs/status.json").read_bytes())["counters"]
         assert (counters["mount_errors"], counters["session_errors"], counters["corrupt"]) == (0, 0, 0)
 

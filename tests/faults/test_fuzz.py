@@ -86,7 +86,7 @@ def session(raw: bytes) -> None:
         if length:
             packets.append(raw[4 : 4 + length])
         raw = raw[4 + length :]
-    with tempfile.TemporaryDirectory(prefix="kvfs-fuzz-") as directory:
+    with tempfile.TemporaryDirectory(prefix=f"kvfs-{os.getpid()}-") as directory:
         trio.run(_play_session, Path(directory), packets)
 
 
@@ -138,7 +138,7 @@ def namespace(raw: bytes) -> None:
 
 def settings_file(raw: bytes) -> None:
     """A TOML file; settings that are taken are written out as the same."""
-    with tempfile.TemporaryDirectory(prefix="kvfs-fuzz-") as directory:
+    with tempfile.TemporaryDirectory(prefix=f"kvfs-{os.getpid()}-") as directory:
         path = Path(directory, "kvfs.toml")
         path.write_bytes(raw)
         with contextlib.suppress(ConfigError):
@@ -152,7 +152,7 @@ class _Mount:
 
     def __init__(self) -> None:
         self._ready = threading.Event()
-        self._directory = tempfile.TemporaryDirectory(prefix="kvfs-fuzz-")
+        self._directory = tempfile.TemporaryDirectory(prefix=f"kvfs-{os.getpid()}-")
         self._thread = threading.Thread(target=lambda: trio.run(self._live))
         self._thread.start()
         self._ready.wait()
@@ -249,7 +249,7 @@ def index_row(raw: bytes) -> None:
     number = {"chunks": 10, "namespaces": 4, "facts": 2}.get(table if isinstance(table, str) else "", 0)
     if not number or len(columns) != number or not all(_is_for_sqlite(column) for column in columns):
         return
-    with tempfile.TemporaryDirectory(prefix="kvfs-fuzz-") as directory:
+    with tempfile.TemporaryDirectory(prefix=f"kvfs-{os.getpid()}-") as directory:
         trio.run(_open_with_row, Path(directory), table, columns)
 
 
