@@ -11,7 +11,7 @@ help:
 	@echo 'make check   what CI checks: lint, types, layers, tests'
 	@echo 'make format  bring the sources into the form that `make check` asks for'
 	@echo 'make bench   what each path reaches, beside the limit of the hardware, some minutes'
-	@echo 'make torture kill -9 of a loaded daemon, KVFS_KILLS times'
+	@echo 'make torture kill -9 of a loaded daemon, KVFS_KILLS times; a power loss at every step, KVFS_TORN times'
 	@echo 'make soak    all the long tests: that, and the store against its model for much longer'
 	@echo 'make clean   remove .venv and what was built'
 
@@ -42,10 +42,12 @@ bench: setup
 	.venv/bin/kvfs bench
 
 torture: setup
-	$(PYTEST) -m slow -s tests/faults/test_daemon_process.py
+	$(PYTEST) -m slow -s tests/faults/test_kill_loop.py tests/faults/test_crash_points.py
 
+soak: export KVFS_KILLS ?= 3000
+soak: export KVFS_TORN ?= 40
 soak: setup
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow -s
 
 clean:
 	rm -rf .venv build dist *.egg-info demo .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .coverage*

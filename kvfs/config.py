@@ -31,9 +31,14 @@ Access = Literal["isolated", "trusted"]
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _ALMOST_UNITS = ("K", "KB", "M", "MB", "G", "GB", "T", "TB")  # 10**9 or 2**30: who writes "GB" may mean either
 _SIZES_ARE = "write a number and KiB, MiB, GiB or TiB, such as 64GiB"
+_NO_SIZE = 1 << 100
 MIN_TIER_BYTES = 1 << 20
 MAX_TIER_BYTES = 1 << 50
 MAX_IO_THREADS = 256
+_MAX_FILE_BYTES = 64 << 10
+_MAX_FILE_DOTS = (
+    1000  # a key of 5,000 dotted parts, 10 KB, takes tomllib 97 MiB, and one of 50,000 a hundred times that
+)
 MAX_SOCKET_DIRECTORY_BYTES = 76  # sockaddr_un holds 107; the daemon adds a directory and a name, 30 together
 _SIZE = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*$", re.ASCII)
 
@@ -44,6 +49,8 @@ def parse_size(text: str | int) -> int:
     Units are powers of 1024 and written in full: nobody should have to guess what "64G" means.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        if text >= _NO_SIZE:
+            raise ConfigError(f"a number of {len(str(text))} digits is not a size: {_SIZES_ARE}")
         return text
     match = _SIZE.match(text) if isinstance(text, str) else None
     if match is None:
@@ -222,7 +229,10 @@ def to_toml(settings: Settings) -> str:
 def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
     try:
         with open(path, "rb") as file:
-            return tomllib.load(file)
+            raw = file.read(_MAX_FILE_BYTES + 1)
+        if len(raw) > _MAX_FILE_BYTES or raw.count(b".") > _MAX_FILE_DOTS:
+            raise ConfigError(f"{os.fspath(path)} is too large or too nested for a file of settings")
+        return tomllib.loads(raw.decode())
     except OSError as error:
         raise ConfigError(f"cannot read the settings in {os.fspath(path)}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -5,9 +5,11 @@ One `System` is handed to whoever does I/O on the volume or asks for the time. `
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvfs import memory
 
@@ -44,6 +46,27 @@ class System:
     def fdatasync(self, fd: int) -> None:
         """fdatasync(2)."""
         os.fdatasync(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """rename(2); the new name is durable once `sync_directory` has returned."""
+        os.rename(old, new)
+
+    def sync_directory(self, path: Path) -> None:
+        """fsync(2) of a directory: its names are durable when this returns.
+
+        One that we may not read, or whose file system cannot do it, is left to the system.
+        """
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except PermissionError:
+            return
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        finally:
+            os.close(fd)
 
     def fallocate(self, fd: int, offset: int, length: int) -> None:
         """posix_fallocate(3)."""

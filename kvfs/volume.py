@@ -94,7 +94,7 @@ class Volume:
         keeps its content; a larger `capacity` extends it. Raises UsageError for what an operator
         has to mend (locked, no room, another format, smaller than before), OSError for the rest.
         """
-        _make_directory(directory)
+        _make_directory(directory, system)
         capacity = align_down(capacity)
         path = directory / FILE_NAME
         with contextlib.ExitStack() as undo:
@@ -238,9 +238,10 @@ def lock_directory(directory: Path) -> int:
     return fd
 
 
-def _make_directory(directory: Path) -> None:
+def _make_directory(directory: Path, system: System) -> None:
     try:
         directory.mkdir(mode=0o700)
+        system.sync_directory(directory.parent)
     except FileExistsError:
         if not directory.is_dir():
             raise UsageError(f"cannot open the volume in {directory}: it is not a directory") from None
@@ -264,7 +265,8 @@ def _create(path: Path, capacity: int, system: System) -> None:
         _allocate(fd, unfinished, 0, capacity, system)
         _write_superblock(fd, uuid.uuid4().bytes, capacity, system)
         os.fsync(fd)
-        unfinished.rename(path)
+        system.rename(unfinished, path)
+        system.sync_directory(path.parent)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise

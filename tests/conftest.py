@@ -1,20 +1,27 @@
 """Guards around every test: nothing is left behind, and nothing unexpected is logged.
 
-What a test may leave is said with a mark: ``@pytest.mark.leaves("a mount")``. What it may log at WARNING or above is
+What a test may leave is said with a mark: ``@pytest.mark.leaves("a mount")``. After the whole run, and with no
+exceptions, nothing of it may be left on the machine: no mount, no process however far it went into the background, no
+shared memory, no socket directory, no temporary directory. Other runs on the same machine are told apart. What it may log at WARNING or above is
 said with ``@pytest.mark.expect_log("a regular expression")`` or, inside the test, with the fixture `expect_log`.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from kvfs.config import default_socket_directory
+from kvfs.mount.sockets import directory_for
 
 END_DEADLINE_S = 5.0  # for processes and mounts that are on their way out when a test ends
 # A shell that puts a command in the background lets it ignore Ctrl-C, and so would all it starts, the daemons and demos
@@ -22,6 +29,10 @@ END_DEADLINE_S = 5.0  # for processes and mounts that are on their way out when 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+RUN = f"kvfs-{os.getpid()}-"
+"""Temporary directories of this run that lie elsewhere begin with it."""
+_MARK = f"KVFS_TEST_RUN={RUN}"
+os.environ.update([_MARK.split("=")])  # whatever the run starts inherits it, and all that those start
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -34,7 +45,42 @@ def _mounts(temporary: Path) -> set[str]:
 def _shared_memory(_: Path) -> set[str]:
     """Files in /dev/shm, those of other programs aside."""
     names = [name for name in os.listdir("/dev/shm") if name.startswith(("kvfs", "psm_", "torch_"))]
-    return {f"shared memory /dev/shm/{name}" for name in names}
+    return {f"{_SHARED}{name}" for name in names}
+
+
+_SHARED = "shared memory /dev/shm/"
+
+
+def _others_have(traces: set[str]) -> set[str]:
+    """Of files in /dev/shm those that a process of somebody else has mapped: another run on this machine."""
+    found: set[str] = set()
+    wanted = {trace for trace in traces if trace.startswith(_SHARED)}
+    if not wanted:
+        return found
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            maps = (process / "maps").read_text("utf-8", "surrogateescape")
+            is_ours = _MARK.encode() in (process / "environ").read_bytes().split(b"\0") or process.name == str(
+                os.getpid()
+            )
+        except OSError:
+            continue
+        if not is_ours:
+            found |= {trace for trace in wanted if f"/dev/shm/{trace.removeprefix(_SHARED)}" in maps}
+    return found
+
+
+def _descriptors(temporary: Path) -> set[str]:
+    """Descriptors of this process for arenas, windows, FUSE, and files of the run."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+        if target.startswith(("/memfd:", "/dev/fuse", str(temporary))):
+            found.add(f"descriptor {entry} of {target}")
+    return found
 
 
 def _children(_: Path) -> set[str]:
@@ -59,22 +105,71 @@ _TRACES: dict[str, Callable[[Path], set[str]]] = {
     "a mount": _mounts,
     "shared memory": _shared_memory,
     "a process": _children,
+    "a descriptor": _descriptors,
 }
 
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fail a test that leaves a mount, a file in /dev/shm or a child process behind."""
+    """Fail a test that leaves a mount, a file in /dev/shm, a child process or a descriptor behind."""
     allowed = {mark.args[0] for mark in request.node.iter_markers("leaves")}
     watched = {what: look for what, look in _TRACES.items() if what not in allowed}
     temporary = tmp_path_factory.getbasetemp()
     before = {what: look(temporary) for what, look in watched.items()}
     yield
     deadline = time.monotonic() + END_DEADLINE_S
-    while left := sorted(trace for what, look in watched.items() for trace in look(temporary) - before[what]):
+    while left := {trace for what, look in watched.items() for trace in look(temporary) - before[what]}:
+        left -= _others_have(left)
+        if not left:
+            break
+        gc.collect()
         if time.monotonic() > deadline:
-            pytest.fail("the test left behind: " + "; ".join(left))
+            pytest.fail("the test left behind: " + "; ".join(sorted(left)))
         time.sleep(0.02)
+
+
+def _processes_of_the_run() -> set[str]:
+    """Every process that has the run's mark and is not about to end with this one, whoever its parent is now."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        is_helper = any(helper in command for helper in _HELPERS) or process.name == str(os.getpid())
+        if _MARK.encode() in environment and not is_helper:
+            found.add(f"process {process.name} {command[:200]}")
+    return found
+
+
+def _socket_directories(temporary: Path) -> set[str]:
+    """What daemons on mounts of this run left where sockets lie unless told otherwise."""
+    parent = default_socket_directory()
+    names = set(os.listdir(parent)) if os.path.isdir(parent) else set()
+    if not names:
+        return names
+    paths = (os.path.join(top, name) for top, inner, _ in os.walk(temporary) for name in inner)
+    return {f"{parent}/{name}" for name in names & {os.path.basename(directory_for(path, "")) for path in paths}}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _the_run_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail the run that leaves anything on the machine."""
+    temporary = tmp_path_factory.getbasetemp()
+    shared = _shared_memory(temporary)
+    yield
+    deadline = time.monotonic() + END_DEADLINE_S
+    while True:
+        left = _mounts(temporary) | _processes_of_the_run() | _socket_directories(temporary)
+        left |= {str(path) for path in Path(tempfile.gettempdir()).glob(f"{RUN}*")}
+        new = _shared_memory(temporary) - shared
+        left |= new - _others_have(new)
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail("the run left behind: " + "; ".join(sorted(left)))
+        time.sleep(0.1)
 
 
 class _Unexpected(logging.Handler):

@@ -116,7 +116,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     """A daemon that is not started yet."""
     if not os.path.exists("/dev/fuse"):
         pytest.skip("there is no /dev/fuse")
-    run_directory = Path(tempfile.mkdtemp(prefix="kvfs-test-"))  # names of sockets are short
+    run_directory = Path(tempfile.mkdtemp(prefix=f"kvfs-{os.getpid()}-"))  # names of sockets are short
     daemon = Daemon(tmp_path, run_directory)
     yield daemon
     daemon.clean_up()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import signal
 import subprocess
 import sys
@@ -11,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
 
 import pytest
 
@@ -281,94 +278,3 @@ def test_a_terminated_daemon_writes_what_is_dirty(tmp_path: Path) -> None:
         assert daemon.terminate() == 0
     with start(tmp_path, ram=16 << 20), client_of(tmp_path, MIB) as client:
         assert load_right(client, chain) == set(chain.keys)
-
-
-class Load:
-    """Engines that store and load prompts of a seed in threads until they are told to stop.
-
-    Attributes: stored: chains whose every chunk was reported STORED or EXISTS; errors: what went wrong in a thread.
-    """
-
-    def __init__(self, directory: Path, seed: int, num_threads: int = 2) -> None:
-        self._directory = directory
-        self._over = threading.Event()
-        self.chains: list[KeyChain] = []
-        self.errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._run, args=(seed * 100 + n,)) for n in range(num_threads)]
-
-    def _run(self, seed: int) -> None:
-        rng = random.Random(seed)
-        try:
-            with client_of(self._directory, deadline_s=0.5) as client:
-                for number in range(1 << 30):
-                    if self._over.is_set():
-                        return
-                    chain = chain_of(NS, rng.randrange(1, 20), seed * 10_000 + number)
-                    self.chains.append(chain)
-                    store_chain(client, chain)
-                    load_right(client, rng.choice(self.chains))
-        except BaseException as error:  # noqa: BLE001 - the test raises it
-            self.errors.append(error)
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-        if self.errors:
-            raise self.errors[0]
-
-
-def kill_under_load(directory: Path, seed: int, rounds: int) -> int:
-    """Kill a daemon at random moments while engines use it; returns how many chunks were clean when it was killed.
-
-    After each start: what the daemon called clean before the kill is there (of many a sample, at the end all), and
-    everything that is there is right. The volume is large enough for all, so that nothing is evicted.
-    """
-    rng = random.Random(seed)
-    clean: set[bytes] = set()
-    everything: list[KeyChain] = []
-    for number in range(rounds + 1):
-        with start(directory, nvme=2 << 30, ram=32 << 20) as daemon:
-            with client_of(directory) as client:
-                sample = everything if number == rounds else rng.sample(everything, min(200, len(everything)))
-                for chain in sample:
-                    gone = clean.intersection(chain.keys) - load_right(client, chain)
-                    assert client.statistics.failures == 0
-                    assert not gone, f"{len(gone)} clean chunks are gone (seed {seed}, round {number})"
-            statistics = daemon.statistics()["counters"]
-            assert statistics["corrupt"] == 0
-            assert statistics["session_errors"] == 0
-            if number == rounds:
-                break
-            with Load(directory, seed * 1000 + number) as load:
-                end = time.monotonic() + rng.uniform(0.05, 0.8)
-                until(lambda e=end: time.monotonic() > e)
-                clean |= daemon.clean_keys()
-                assert daemon.statistics()["counters"]["evictions_nvme"] == 0, "the volume is too small for this test"
-                daemon.kill()
-            everything += load.chains
-    assert clean <= {key for chain in everything for key in chain.keys}
-    return len(clean)
-
-
-@no_answer
-def test_kill_under_load(tmp_path: Path) -> None:
-    """Kill -9 of the daemon while engines store and load: what was clean is there, nothing is ever wrong."""
-    assert kill_under_load(tmp_path, seed=1, rounds=3) > 0
-
-
-@pytest.mark.slow
-@no_answer
-def test_kill_loop(tmp_path: Path) -> None:
-    """The same, KVFS_KILLS times (20 unless set), from a seed that is printed and can be set as KVFS_SEED."""
-    seed = int(os.environ.get("KVFS_SEED", time.time_ns() % 100_000))
-    kills = int(os.environ.get("KVFS_KILLS", "20"))
-    print(f"KVFS_SEED={seed} KVFS_KILLS={kills}")
-    num_clean = kill_under_load(tmp_path, seed, kills)
-    print(f"{num_clean} clean chunks, all of them present after every kill")
-    assert num_clean > 0

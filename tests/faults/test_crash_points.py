@@ -1,0 +1,501 @@
+"""The power goes at every step of every verb: what was called clean is there, nothing is wrong, and the store goes on.
+
+Each verb is played once on a disk that is recorded. Then every disk that a machine could find at any of its steps is
+opened and looked at; `kvfs.recording` says which those are. KVFS_SEED and KVFS_TORN (how many random variants of each
+step) choose them; the seed is in every failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import random
+import sqlite3
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import trio
+import trio.testing
+
+from kvfs.catalog import NOWHERE, Chunk, ChunkTable
+from kvfs.chunk import geometry
+from kvfs.index import FILE_NAME as INDEX
+from kvfs.keys import Key, KeyChain
+from kvfs.messages import StoreStatus, Tier
+from kvfs.namespace import Namespace
+from kvfs.opening import open_store
+from kvfs.recording import Disk, Files, Point, RecordingSystem, points
+from kvfs.store import Store
+from kvfs.testing import (
+    FaultySystem,
+    chain_of,
+    eventually,
+    new_chunks,
+    payload_of,
+    read_all,
+    settings_in,
+    sized_namespace,
+    store_chain,
+    store_chunk,
+)
+from kvfs.volume import FILE_NAME as VOLUME
+
+MIB = 1 << 20
+NS = sized_namespace(196 << 10)  # five of them fill the smallest volume
+OTHER = sized_namespace(48 << 10, "tests/other")
+A_SEED = 20_251
+
+
+class Observed(NamedTuple):
+    """What the store had said by then: what is clean, what a removal that returned took, what anybody tried to store."""
+
+    clean: frozenset[Key] = frozenset()
+    gone: frozenset[Key] = frozenset()
+    tried: frozenset[Key] = frozenset()
+
+
+@dataclass
+class World:
+    """A store that is played with, and what has to be true of it.
+
+    Attributes: gone, tried: see `Observed`; places: of every key that is tried its chain and position.
+    """
+
+    directory: Path
+    system: FaultySystem
+    clean_before: frozenset[Key] = frozenset()
+    gone: set[Key] = field(default_factory=set)
+    places: dict[Key, tuple[KeyChain, int, Namespace]] = field(default_factory=dict)
+    store: Store | None = None
+    table: ChunkTable | None = None
+
+    def observe(self) -> Observed:
+        """In any thread, and while the loop goes on: copies of what belongs to it are taken at one stroke."""
+        clean = self.clean_before
+        if self.store is not None:
+            tables = list(self.store.catalog.tables.values())
+            chunks = [chunk for table in tables for chunk in list(table.chunks.values())]
+            clean = frozenset(chunk.key for chunk in chunks if chunk.nvme != NOWHERE and not chunk.is_removed)
+        return Observed(clean, frozenset(self.gone), frozenset(self.places))
+
+    def know(self, chain: KeyChain, namespace: Namespace = NS) -> KeyChain:
+        """Something will be stored of this chain: it may be found from now on."""
+        for position, key in enumerate(chain.keys):
+            self.places[key] = (chain, position, namespace)
+        return chain
+
+    async def stored(self, chain: KeyChain, begin: int = 0, *, table: ChunkTable | None = None) -> list[StoreStatus]:
+        """Store chunks of a chain, each in a publish of its own."""
+        assert self.store is not None
+        assert self.table is not None
+        table = table or self.table
+        self.know(chain, table.namespace)
+        statuses = []
+        for new, key in zip(new_chunks(chain, begin), chain.keys[begin:], strict=True):
+            self.gone.discard(key)
+            while (status := await store_chunk(self.store, table, new)) is StoreStatus.REFUSED:
+                await self.flush()
+            statuses.append(status)
+        return statuses
+
+    async def remove(self, chain: KeyChain, *positions: int) -> None:
+        assert self.store is not None
+        keys = [chain.keys[position] for position in positions]
+        await self.store.remove([self.chunks[key] for key in keys])
+        self.gone.update(keys)
+
+    async def flush(self) -> None:
+        assert self.store is not None
+        assert await self.store.flush()
+
+    @property
+    def chunks(self) -> dict[Key, Chunk]:
+        """Those of the first namespace."""
+        assert self.table is not None
+        return self.table.chunks
+
+    def chunk(self, chain: KeyChain, position: int) -> Chunk:
+        return self.chunks[chain.keys[position]]
+
+
+# the verbs
+
+FIRST, SECOND, THIRD = (chain_of(NS, 3, seed) for seed in range(3))
+
+
+async def nothing(world: World) -> None:
+    """Only opening and closing."""
+
+
+async def first_three(world: World) -> None:
+    await world.stored(FIRST)
+    await world.flush()
+
+
+async def storing(world: World) -> None:
+    """One by one, a group being written while another is made durable; the last are dirty when the store ends."""
+    await world.stored(FIRST)
+    await world.flush()
+    await world.stored(SECOND)
+
+
+async def storing_in_short_writes(world: World) -> None:
+    """The device takes 68 KiB at a time."""
+    world.system.max_transfer = 68 << 10
+    await world.stored(chain_of(NS, 2, 7))
+    await world.flush()
+
+
+async def storing_at_once(world: World) -> None:
+    """Many small chunks in a group, written as one run, of a namespace that is new."""
+    assert world.store is not None
+    table = world.store.attach(OTHER)
+    world.system.write_gate.clear()
+    await world.stored(chain_of(OTHER, 8), table=table)
+    world.system.open_gates()
+    await world.flush()
+    await world.stored(chain_of(OTHER, 2, 1), table=table)
+
+
+async def evicting(world: World) -> None:
+    """The volume is full, so what is stored takes the extents of what is evicted."""
+    for seed in range(3, 7):
+        await world.stored(chain_of(NS, 2, seed))
+        await world.flush()
+    await world.stored(FIRST)
+
+
+async def removing(world: World) -> None:
+    """And storing others in their place, and the same again."""
+    await world.remove(FIRST, 1)
+    await world.stored(SECOND)
+    await world.flush()
+    await world.remove(SECOND, 0, 1, 2)
+    await world.stored(FIRST, 1)
+    await world.flush()
+    await world.remove(FIRST, 2)
+
+
+async def removing_what_is_being_written(world: World) -> None:
+    """While it is written, while it is synced, and while its row is committed."""
+    assert world.store is not None
+    for seed, gate in ((3, world.system.write_gate), (4, world.system.sync_gate)):
+        gate.clear()
+        chain = chain_of(NS, 2, seed)
+        await world.stored(chain)
+        num_calls = len(world.system.writes) + world.system.num_syncs
+        with trio.move_on_after(0.05):  # it may be on its way already
+            await eventually(lambda n=num_calls: len(world.system.writes) + world.system.num_syncs > n)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.remove, chain, 0)
+            await trio.lowlevel.checkpoint()
+            world.system.open_gates()
+        await world.flush()
+    async with held_index(world) as let_go:
+        chain = chain_of(NS, 2, 5)
+        await world.stored(chain)
+        num_syncs = world.system.num_syncs
+        await eventually(lambda: world.system.num_syncs > num_syncs)
+        let_go.start_soon(world.remove, chain, 0)
+    await world.stored(SECOND)
+    await world.flush()
+
+
+async def removing_while_storing(world: World) -> None:
+    """The commits of removals take long: nothing may take their extents before, nor a row come that was taken back."""
+    async with held_index(world) as let_go:
+        let_go.start_soon(world.remove, FIRST, 1)
+        await eventually(lambda: FIRST.keys[1] not in world.chunks)
+        num_syncs = world.system.num_syncs
+        chain = chain_of(NS, 1, 3)
+        await world.stored(chain)
+        await eventually(lambda: world.system.num_syncs > num_syncs)
+        await trio.testing.wait_all_tasks_blocked()
+        let_go.start_soon(world.remove, chain, 0)
+        await eventually(lambda: chain.keys[0] not in world.chunks)
+        await world.stored(chain_of(NS, 1, 4))
+    await world.flush()
+    await world.stored(SECOND)
+
+
+@asynccontextmanager
+async def held_index(world: World) -> AsyncIterator[trio.Nursery]:
+    """No commit succeeds before the end of the block; what was started in the nursery ends then."""
+    with contextlib.closing(sqlite3.connect(world.directory / INDEX, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        async with trio.open_nursery() as nursery:
+            yield nursery
+            await trio.testing.wait_all_tasks_blocked()
+            other.execute("ROLLBACK")
+
+
+async def promoting(world: World) -> None:
+    """Loads bring chunks into RAM and save their use; nothing of it changes what is there."""
+    assert world.store is not None
+    chunks = [world.chunk(FIRST, position) for position in range(3)]
+    for chunk in chunks:
+        world.store.lease(chunk)
+    for promotion in world.store.promote(chunks):
+        assert promotion is not None
+        await promotion.wait_for_layers(4)
+    world.store.touch(chunks, [Tier.NVME] * 3)
+    for chunk in chunks:
+        world.store.release(chunk)
+    await world.flush()
+    await world.stored(SECOND)
+
+
+async def verifying(world: World) -> None:
+    """One chunk is damaged: it is found, dropped, and its extent used again."""
+    assert world.store is not None
+    for chunk in [world.chunk(FIRST, position) for position in range(3)]:
+        await world.store.examine(chunk)
+    assert world.store.counters.corrupt == 1
+    await world.stored(SECOND)
+
+
+async def failing(world: World) -> None:
+    """Writes and syncs fail, some of them after the fact, and are tried again."""
+    for seed, what in ((3, "write_error"), (4, "sync_error")):
+        setattr(world.system, what, 5)
+        await world.stored(chain_of(NS, 1, seed))
+        assert world.store is not None
+        await eventually(lambda: world.store.statistics().nvme.is_degraded)  # type: ignore[union-attr]
+        setattr(world.system, what, 0)
+        await world.flush()
+    await world.stored(SECOND)
+
+
+def a_damaged_chunk(directory: Path) -> frozenset[Key]:
+    """One byte in the middle of the second chunk is flipped."""
+    with index_of(directory) as rows:
+        offset, length = next((row[2], row[3]) for row in rows if row[1] == FIRST.keys[1])
+    with directory.joinpath(VOLUME).open("r+b") as file:
+        file.seek(offset + length // 2)
+        byte = file.read(1)[0]
+        file.seek(offset + length // 2)
+        file.write(bytes([byte ^ 1]))
+    return frozenset({FIRST.keys[1]})
+
+
+def a_damaged_index(directory: Path) -> frozenset[Key]:
+    """The row of the second chunk claims the extent of the third, as no index of ours does."""
+    connection = sqlite3.connect(directory / INDEX, isolation_level=None)
+    connection.execute("UPDATE chunks SET offset = (SELECT offset FROM chunks WHERE position = 2) WHERE position = 1")
+    connection.close()
+    return frozenset({FIRST.keys[1]})
+
+
+@dataclass
+class Verb:
+    """What is played, on what.
+
+    Attributes: before: what the store held already; damage: done to the disk then, says which chunks it cost;
+    nvme_before, nvme: sizes of the volume.
+    """
+
+    play: Callable[[World], Awaitable[None]]
+    before: Callable[[World], Awaitable[None]] | None = first_three
+    damage: Callable[[Path], frozenset[Key]] | None = None
+    nvme_before: int = MIB
+    nvme: int = MIB
+
+
+VERBS = {
+    "create": Verb(nothing, None),
+    "create-and-store": Verb(storing, None),
+    "store": Verb(storing, nvme_before=2 * MIB, nvme=2 * MIB),
+    "store-short-writes": Verb(storing_in_short_writes, nothing),
+    "store-at-once": Verb(storing_at_once, nothing),
+    "evict": Verb(evicting),
+    "remove": Verb(removing),
+    "remove-while-storing": Verb(removing_while_storing),
+    "remove-dirty": Verb(removing_what_is_being_written, nothing),
+    "grow": Verb(storing, nvme_before=MIB, nvme=2 * MIB),
+    "promote": Verb(promoting),
+    "verify": Verb(verifying, damage=a_damaged_chunk),
+    "recover": Verb(storing, damage=a_damaged_index),
+    "failing-device": Verb(failing, nvme_before=2 * MIB, nvme=2 * MIB),
+}
+
+# looking at a disk
+
+
+class index_of:  # noqa: N801 - reads like the function that it is to its users
+    """The rows (namespace, key, offset, length) of an index that nobody has open."""
+
+    def __init__(self, directory: Path) -> None:
+        self._connection = sqlite3.connect(directory / INDEX)
+
+    def __enter__(self) -> list[tuple[int, bytes, int, int]]:
+        return self._connection.execute("SELECT namespace, key, offset, length FROM chunks ORDER BY offset").fetchall()
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+
+@dataclass
+class Inspector:
+    """Opens disks and looks at them. `damaged`: chunks that the disk had lost before."""
+
+    root: Path
+    world: World
+    settings: dict[str, int]
+    damaged: frozenset[Key]
+    num_disks: int = 0
+    seen: set[bytes] = field(default_factory=set)
+    rows_of: dict[bytes, list[tuple[int, bytes, int, int]]] = field(default_factory=dict)
+
+    def no_row_names_what_is_written(self, point: Point) -> None:
+        """What is being written lies in no extent that the index could name after a crash now."""
+        for files in point.files:
+            for _, key, offset, length in self._rows(files):
+                for begin, data in point.pending:
+                    is_apart = begin + len(data) <= offset or offset + length <= begin
+                    clean = point.observed[0].clean | point.observed[1].clean
+                    is_own = key in clean or len(point.files) == 2  # written by the very group that is committed now
+                    assert is_apart or is_own, f"written over the extent of {key.hex()}, whose row is still there"
+
+    def _rows(self, files: Files) -> list[tuple[int, bytes, int, int]]:
+        name = digest(files)
+        if name not in self.rows_of:
+            with tempfile.TemporaryDirectory(dir=self.root) as directory:
+                Disk(None, files).put(Path(directory))
+                self.rows_of[name] = []
+                if INDEX in files:
+                    with index_of(Path(directory)) as rows:
+                        self.rows_of[name] = rows
+        return self.rows_of[name]
+
+    async def inspect(self, disk: Disk, before: Observed, behind: Observed) -> None:
+        """Whatever is found on the disk has to be true of one that was observed so, and the store has to go on."""
+        name = digest(disk.files, disk.volume, repr((sorted(before.clean), sorted(behind.clean))).encode())
+        if name in self.seen:
+            return
+        self.seen.add(name)
+        self.num_disks += 1
+        directory = self.root / "disk"
+        disk.put(directory / "nvme")
+        async with open_store(settings_in(directory, **self.settings)) as store:
+            table = store.attach(NS)
+            chunks = {chunk.key: chunk for chunk in store.catalog.chunks()}
+            expected = (before.clean | behind.clean) - self.damaged
+            assert expected <= set(chunks), f"{len(expected - set(chunks))} clean chunks are gone"
+            assert not (before.gone | behind.gone).intersection(chunks), "a removed chunk is back"
+            assert set(chunks) <= before.tried | behind.tried | self.world.clean_before, "a name out of nowhere"
+            self._check_extents(store)
+            for key, chunk in chunks.items():
+                if key not in self.damaged:
+                    assert await self._is_right(store, chunk), f"chunk {key.hex()} is wrong"
+            if not self.damaged:
+                assert store.counters.corrupt == 0
+            await self._goes_on(store, table)
+            self._check_extents(store)
+            with index_of(directory / "nvme") as rows:
+                assert {row[1] for row in rows} == {chunk.key for chunk in store.catalog.chunks()}
+
+    async def _is_right(self, store: Store, chunk: Chunk) -> bool:
+        chain, position, namespace = self.world.places[chunk.key]
+        geo = geometry(namespace, chain.tokens_per_chunk)
+        raw = await read_all(store, chunk)
+        return raw[geo.header_bytes :][: geo.payload_bytes] == payload_of(chain.chains[position], geo)
+
+    def _check_extents(self, store: Store) -> None:
+        extents = sorted((chunk.nvme, chunk.length) for chunk in store.catalog.chunks() if chunk.nvme != NOWHERE)
+        for (begin, length), (follower, _) in itertools.pairwise(extents):
+            assert begin + length <= follower, "an extent has two owners"
+        nvme = store.statistics().nvme
+        assert nvme is not None
+        assert nvme.used_bytes == sum(length for _, length in extents)
+
+    async def _goes_on(self, store: Store, table: ChunkTable) -> None:
+        """A chunk can be stored, removed, stored again and read, whatever there was."""
+        chain = chain_of(NS, 2, 99)
+        assert await store_chain(store, table, chain) == [StoreStatus.STORED] * 2
+        assert await store.flush(10)
+        await store.remove([table.chunks[chain.keys[0]]])
+        assert await store_chunk(store, table, new_chunks(chain)[0]) is StoreStatus.STORED
+        assert await store.flush(10)
+        geo = geometry(NS, chain.tokens_per_chunk)
+        for key, value in zip(chain.keys, chain.chains, strict=True):
+            raw = await read_all(store, table.chunks[key])
+            assert raw[geo.header_bytes :][: geo.payload_bytes] == payload_of(value, geo)
+
+
+def digest(files: Files, *others: bytes | None) -> bytes:
+    found = hashlib.blake2b()
+    for part in [*itertools.chain.from_iterable((name.encode(), files[name]) for name in sorted(files)), *others]:
+        found.update(b"none" if part is None else len(part).to_bytes(8, "little") + part)
+    return found.digest()
+
+
+async def play_and_crash(root: Path, verb: Verb, seed: int, num_random: int) -> tuple[int, int]:
+    """Play the verb, then crash at each of its steps; returns how many steps there were, and how many disks."""
+    directory = root / "play"
+    directory.mkdir()
+    world = World(directory / "nvme", FaultySystem())
+    damaged: frozenset[Key] = frozenset()
+
+    async def live(system: FaultySystem, nvme: int, work: Callable[[World], Awaitable[None]]) -> None:
+        async with open_store(settings_in(directory, ram=2 * MIB, nvme=nvme), system) as store:
+            world.table, world.system, world.store = store.attach(NS), system, store
+            await work(world)
+
+    if verb.before is not None:
+        await live(FaultySystem(), verb.nvme_before, verb.before)
+        damaged = verb.damage(directory / "nvme") if verb.damage is not None else damaged
+        world.clean_before = world.observe().clean - damaged
+    world.store = None
+    system = RecordingSystem(directory / "nvme")
+    system.observe = world.observe
+    with system.recording() as recorded:
+        await live(system, verb.nvme, verb.play)
+    rng = random.Random(seed)
+    inspector = Inspector(root, world, {"ram": 2 * MIB, "nvme": verb.nvme}, damaged)
+    for point in points(recorded):
+        inspector.no_row_names_what_is_written(point)
+        for how, disk in point.images(rng, num_torn=num_random, num_random=num_random):
+            try:
+                await inspector.inspect(disk, *point.observed)
+            except BaseException as error:
+                error.add_note(f"at step {point.number} ({point.step}), unsynced: {how}; KVFS_SEED={seed}")
+                raise
+    return len(recorded.entries), inspector.num_disks
+
+
+LOG = pytest.mark.expect_log("two chunks claim|was dropped|writing to NVMe|was cut from")
+
+
+@LOG
+@pytest.mark.parametrize("verb", VERBS)
+async def test_the_power_goes_at_every_step(tmp_path: Path, verb: str) -> None:
+    """Whatever of the unsynced writes reached the disk."""
+    num_steps, num_disks = await play_and_crash(tmp_path, VERBS[verb], A_SEED, 1)
+    print(f"{verb}: {num_steps} steps, {num_disks} disks")
+
+
+@LOG
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+async def test_the_power_goes_at_every_step_in_many_ways(tmp_path: Path, verb: str) -> None:
+    """The same with KVFS_TORN random variants of each step, others at every run."""
+    seed = int(os.environ.get("KVFS_SEED", random.SystemRandom().randrange(100_000)))
+    num_steps, num_disks = await play_and_crash(tmp_path, VERBS[verb], seed, int(os.environ.get("KVFS_TORN", "4")))
+    print(f"KVFS_SEED={seed} {verb}: {num_steps} steps, {num_disks} disks")
+
+
+async def test_a_commit_of_the_index_is_durable_when_it_returns(tmp_path: Path) -> None:
+    """What the record takes for granted: SQLite syncs its log at each commit, and its directory when it made the log."""
+    async with open_store(settings_in(tmp_path)) as store:
+        commits = store._residency.commits
+        assert commits is not None
+        connection = commits._index._connection
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
