@@ -65,7 +65,6 @@ def recover(
             nvme.policy.insert(chunk)
     finally:
         gc.enable()
-    gc.freeze()
     if chunks:
         log.info("found %d chunks in %d namespaces", len(chunks), len(tables))
     if dropped := residency.counters.rows_dropped:
