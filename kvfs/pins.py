@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from kvfs.catalog import Chunk, ChunkTable
 from kvfs.keys import Key
@@ -51,6 +51,10 @@ class Pins:
     def is_held(self, chunk: Chunk) -> bool:
         """Whether the chunk may not be evicted."""
         return chunk in self._held
+
+    def held(self) -> Iterator[Chunk]:
+        """The chunks that are held, in no order; nothing must change meanwhile."""
+        return iter(self._held)
 
     def end_of(self, chunk: Chunk, now_ns: int) -> int | None:
         """When the chunk's pin ends, or None if it has none (any more)."""

@@ -66,6 +66,7 @@ class Residency:
         self.ghosts = Ghosts()
         self.pins = Pins(self._held_changed)
         self.lowest = nvme or ram  # from which nothing comes back
+        self._longest: int | None = None  # see `_longest_gap`; None: not known
         self._order: Holding[Chunk] = Holding(self.lowest.policy, self.pins.is_held)
         self.lowest.policy = self._order
         self.observers: list[Observer] = []
@@ -132,7 +133,13 @@ class Residency:
         if not chunk.leases:
             self._give_back(chunk)
 
+    def placed_on_nvme(self, chunk: Chunk) -> None:
+        """A chunk got its extent on the volume."""
+        if self.pins.is_held(chunk):
+            self._longest = None
+
     def _held_changed(self, chunk: Chunk, is_held: bool) -> None:
+        self._longest = None
         if is_held:
             self._order.hold(chunk)
         else:
@@ -186,6 +193,8 @@ class Residency:
 
     def reserve_ram(self, length: int) -> int | None:
         """An extent of the arena, making room if need be; None under pressure."""
+        if self.nvme is None and length > self._longest_gap():
+            return None
         return self.ram.reserve(length, self._may_leave_ram, self._evict_from_ram)
 
     def _may_leave_ram(self, chunk: Chunk) -> bool:
@@ -202,6 +211,23 @@ class Residency:
         else:
             self.ram.drop(chunk)
 
+    def _longest_gap(self) -> int:
+        """The longest extent that the lowest tier could give if all went that is not held.
+
+        Scattered pins may leave none for a longer chunk; to look for it would cost everything else.
+        """
+        extents, is_ram = self.lowest.extents, self.nvme is None
+        if not self.pins.held_bytes:
+            return extents.capacity
+        if self._longest is not None:
+            return self._longest
+        longest, end = 0, extents.base
+        for offset, length in sorted((chunk.ram if is_ram else chunk.nvme, chunk.length) for chunk in self.pins.held()):
+            if offset != NOWHERE:
+                longest, end = max(longest, offset - end), offset + length
+        self._longest = max(longest, extents.base + extents.capacity - end)
+        return self._longest
+
     async def reserve_nvme(self, lengths: Iterable[int]) -> list[int]:
         """Extents of the volume, evicting the least worthy chunks; fewer than asked for if they cannot be had.
 
@@ -213,7 +239,7 @@ class Residency:
         for length in lengths:
             while (offset := self.nvme.extents.allocate(length)) is None:
                 victims = list(islice(self.nvme.policy.victims(lambda chunk: not chunk.leases), _VICTIMS_AT_ONCE))
-                if not victims or length > self.nvme.extents.capacity:
+                if not victims or length > self._longest_gap():
                     return offsets
                 self._evict_from_nvme(victims, length)
                 try:

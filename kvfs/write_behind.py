@@ -206,6 +206,7 @@ class WriteBehind:
         if not chunk.is_removed:
             chunk.is_proven = True
             self._nvme.place(chunk, offset)
+            self._residency.placed_on_nvme(chunk)
             return
         if was_put:  # it was removed while the row was being written
             self._commits.delete(chunk.table.number, chunk.key)

@@ -216,6 +216,27 @@ async def test_what_is_pinned_is_not_evicted(tmp_path: Path, nvme: int | None) -
         assert not set(chain.keys) & set(table.chunks)
 
 
+@pytest.mark.parametrize("nvme", [12 << 20, None])
+async def test_a_chunk_that_fits_between_no_pins_costs_little(tmp_path: Path, nvme: int | None) -> None:
+    """Pins that lie scattered leave no gap for a longer chunk: it is refused, or stays dirty, and the rest stays."""
+    small, large = sized_namespace(64 << 10), sized_namespace(1 << 20)
+    async with open_table(tmp_path, small, ram=(12 << 20) + 4096, nvme=nvme) as (store, table):
+        other = store.attach(large)
+        for seed in range(191):
+            await store_chain(store, table, chain_of(small, 1, seed))
+        assert await store.flush()
+        chunks = [*table.chunks.values()]
+        await store.limits.pin(chunks[3::8], FOREVER)
+        status = await store_chunk(store, other, new_chunks(chain_of(large, 1))[0])
+        assert status is (STORED if nvme else REFUSED)
+        if nvme:
+            assert not await store.flush(0.7)
+            assert store.statistics().num_dirty == 1
+        assert len(table.chunks) == 191
+        await store.remove(chunks[3::8])
+        await store.remove([*other.chunks.values()])
+
+
 @pytest.mark.expect_log("a pin was refused")
 async def test_pins_hold_three_quarters_at_most(tmp_path: Path) -> None:
     """All or nothing, said in one sentence; what is held already may be pinned for longer."""
