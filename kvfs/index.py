@@ -235,11 +235,14 @@ class Index:
         finally:
             target.close()
 
-    def replace_chunks(self, rows: Iterable[ChunkRow], namespaces: Iterable[NamespaceRow]) -> None:
-        """Let these be all chunks, and nothing be unclaimed; `namespaces` are added. Durable when it returns."""
+    def replace_chunks(
+        self, rows: Iterable[ChunkRow], namespaces: Iterable[NamespaceRow], unclaimed: Iterable[tuple[int, int]]
+    ) -> None:
+        """Let these be all chunks, and all that is unclaimed; `namespaces` are added. Durable when it returns."""
+        packed = b"".join(_EXTENT.pack(*extent) for extent in unclaimed)
         with self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
-            connection.execute("INSERT OR REPLACE INTO facts VALUES (?, x'')", (_UNCLAIMED,))
+            connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (_UNCLAIMED, packed))
             connection.execute("DELETE FROM chunks")
             connection.executemany(_PUT_NAMESPACE, namespaces)
             connection.executemany(_PUT_CHUNK, rows)

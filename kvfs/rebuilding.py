@@ -5,7 +5,9 @@ index that can be trusted says beside that: hits, last use, the numbers of names
 which the device did not give the bytes, for that proves nothing. The new index is made under another name and takes its
 place in one step, the old one is set aside: until then an interrupt leaves everything as it was.
 
-A chunk that a person removed is not found: its first block was erased. One that was evicted may be, and comes back.
+A chunk that a person removed is not found: its first block was erased. An older copy of it, evicted before, may be there
+still; so what an index that can be trusted has let go stays away, and only where the index is lost do evicted chunks come
+back. What is unclaimed (see `kvfs.unclaimed`) was never let go.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import sqlite3
 import time
 import uuid
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -28,7 +31,7 @@ from kvfs.index import FILE_NAME, SET_ASIDE, ChunkRow, Index, NamespaceRow, remo
 from kvfs.keys import Key
 from kvfs.namespace import Namespace
 from kvfs.recovery import MAX_POSITION, fits, namespace_in
-from kvfs.scanning import Tally, Track, by_place, scan
+from kvfs.scanning import Found, Tally, Track, by_place, scan
 from kvfs.volume import Volume
 
 UNFINISHED = FILE_NAME + ".rebuilding"
@@ -46,6 +49,7 @@ class Rebuilt:
         directory: of the volume.
         num_namespaces, num_chunks, chunk_bytes: in the new index.
         num_returned: of these the index before did not know.
+        num_let_go: whole chunks that an index which can be trusted does not know: evicted, and left so.
         num_lost: chunks of an index that could be trusted which are not whole on the volume.
         num_unread: chunks kept though the device did not give their bytes.
         num_doubled: older copies of a chunk.
@@ -62,6 +66,7 @@ class Rebuilt:
     num_chunks: int = 0
     chunk_bytes: int = 0
     num_returned: int = 0
+    num_let_go: int = 0
     num_lost: int = 0
     num_unread: int = 0
     num_doubled: int = 0
@@ -76,13 +81,28 @@ class Rebuilt:
 
 @dataclass
 class _Before:
-    """What there was: the index if it can be trusted, its rows, and everything that names a namespace."""
+    """What there was.
+
+    Attributes:
+        index: if it can be trusted, else None; rows: of it, those that can be true; keys: in all its rows, true or not.
+        unclaimed: (begin, end) of what it does not speak of, by offset.
+        numbers: of its namespaces; documents, spare: every namespace that anything names.
+    """
 
     index: Index | None
     rows: dict[_Place, ChunkRow]
     numbers: dict[str, int]
     documents: dict[str, Document]
-    spare: list[Namespace]
+    spare: list[Namespace] = field(default_factory=list)
+    keys: set[bytes] = field(default_factory=set)
+    unclaimed: list[tuple[int, int]] = field(default_factory=list)
+
+    def has_let_go(self, found: Found) -> bool:
+        """Whether the index can be trusted and knows nothing of this chunk."""
+        if self.index is None or found.facts.key in self.keys:
+            return False
+        at = bisect_right(self.unclaimed, (found.offset, _MAX_NS)) - 1
+        return at < 0 or found.offset >= self.unclaimed[at][1]
 
     def know(self, namespace: Namespace, created_ns: object) -> None:
         """Take in a namespace that an index names; if its document says otherwise, both are tried."""
@@ -143,7 +163,7 @@ def rebuild(volume: Volume, track: Track) -> Rebuilt:
 
 def _read(directory: Path, volume: Volume) -> _Before:
     found = Documents(directory).read()
-    before = _Before(None, {}, {}, dict(found.by_directory), [])
+    before = _Before(None, {}, {}, dict(found.by_directory))
     for name in (FILE_NAME, SET_ASIDE):
         for namespace, created_ns in _salvage(directory / name):
             before.know(namespace, created_ns)
@@ -162,7 +182,9 @@ def _read(directory: Path, volume: Volume) -> _Before:
             before.know(namespace, row.created_ns)
             names[row.number] = namespace.directory
     before.numbers = {name: number for number, name in names.items()}
+    before.unclaimed = sorted((offset, offset + length) for offset, length in before.index.unclaimed())
     for chunk in before.index.chunks():
+        before.keys.add(chunk.key)
         name = names.get(chunk.namespace, "")
         if name and fits(chunk, before.documents[name].namespace, volume.capacity):
             before.rows[name, chunk.key] = chunk
@@ -198,6 +220,9 @@ def _scan(volume: Volume, before: _Before, result: Rebuilt, track: Track) -> dic
         name = found.namespace.directory
         is_odd = found.facts.position >= MAX_POSITION or found.offset + found.length > volume.capacity
         if is_odd or layouts.setdefault(name, found.namespace) != found.namespace:
+            continue
+        if before.has_let_go(found):
+            result.num_let_go += 1
             continue
         other = chunks.get((name, found.facts.key))
         if other is not None:
@@ -252,7 +277,10 @@ def _write(volume: Volume, before: _Before, chunks: dict[_Place, _Kept], result:
             numbers.setdefault(name, 1 + max(numbers.values(), default=0))
         rows = [_row(numbers[place[0]], place[1], kept, before.rows.get(place)) for place, kept in chunks.items()]
         rows += [row for place, row in before.rows.items() if place not in chunks]
-        index.replace_chunks(rows, [_namespace_row(numbers[name], before.documents[name]) for name in numbers])
+        # Of what is unknown today a namespace.json may tell tomorrow.
+        unclaimed = [(begin, end - begin) for begin, end in volume.written()] if result.unknown else []
+        added = [_namespace_row(number, before.documents[name]) for name, number in numbers.items()]
+        index.replace_chunks(rows, added, unclaimed)
         result.num_namespaces, result.num_chunks = len(numbers), len(rows)
         result.chunk_bytes = sum(row.length for row in rows)
     finally:

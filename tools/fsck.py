@@ -36,7 +36,7 @@ Reads the whole volume and checks every byte of every chunk.
 kvfs fsck /data/kvfs --rebuild
 
 Makes a new index, and a superblock if need be, from the chunks that are whole on the volume. The old index is set aside.
-Ctrl-C leaves everything as it was. Evicted chunks whose bytes are still there come back, removed ones do not.
+Ctrl-C leaves everything as it was. Where the index is lost, evicted chunks whose bytes are still there come back too.
 """
 
 EXIT_ERRORS_LEFT = 4
@@ -102,6 +102,10 @@ def _rebuilt_lines(result: Rebuilt) -> list[str]:
         f"{format_size(result.chunk_bytes)}, in {format_count(result.num_namespaces, 'namespace')}; "
         f"{result.num_returned:,} of them came back"
     ]
+    if result.num_let_go:
+        lines.append(
+            f"kvfs: {format_count(result.num_let_go, 'whole chunk')} on the volume the index had evicted: left so"
+        )
     if result.num_lost:
         lines.append(
             f"kvfs: {format_count(result.num_lost, 'chunk')} of the old index had not their bytes, and are gone"
