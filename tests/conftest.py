@@ -52,7 +52,7 @@ _SHARED = "shared memory /dev/shm/"
 
 
 def _others_have(traces: set[str]) -> set[str]:
-    """Of files in /dev/shm those that a process of somebody else has mapped: another run on this machine."""
+    """Of files in /dev/shm those that a process of somebody else has mapped, or whose name has its number."""
     found: set[str] = set()
     wanted = {trace for trace in traces if trace.startswith(_SHARED)}
     if not wanted:
@@ -67,18 +67,19 @@ def _others_have(traces: set[str]) -> set[str]:
             continue
         if not is_ours:
             found |= {trace for trace in wanted if f"/dev/shm/{trace.removeprefix(_SHARED)}" in maps}
+            found |= {trace for trace in wanted if process.name in re.findall(r"\d+", trace)}
     return found
 
 
 def _descriptors(temporary: Path) -> set[str]:
-    """Descriptors of this process for arenas, windows, FUSE, and files of the run."""
+    """Descriptors of this process for FUSE, and for files of the run. (Memory lives as long as anybody's view of it.)"""
     found = set()
     for entry in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:
             continue
-        if target.startswith(("/memfd:", "/dev/fuse", str(temporary))):
+        if target.startswith(("/dev/fuse", str(temporary))):
             found.add(f"descriptor {entry} of {target}")
     return found
 

@@ -280,6 +280,7 @@ class StoreMachine(RuleBasedStateMachine):
                     self.store.on_change.append(
                         lambda change, chunk, _: self.model.known.add(chunk) if change == "published" else None
                     )
+                    self._watch_extents()
                     opened.set_result(None)
                     await self.ended.wait()
             finally:
@@ -289,6 +290,23 @@ class StoreMachine(RuleBasedStateMachine):
         self.life = self.loop.start(live)
         opened.result(timeout=HANGS_AFTER_S)
         self.is_up = True
+
+    def _watch_extents(self) -> None:
+        """From now on no extent becomes free that a committed row still names."""
+        nvme, commits = self.store._residency.nvme, self.store._residency.commits
+        if nvme is None or commits is None:
+            return
+        path = self.directory / "nvme" / INDEX
+
+        def free(offset: int, length: int) -> None:
+            with contextlib.closing(sqlite3.connect(path)) as index:
+                rows = index.execute(
+                    "SELECT 1 FROM chunks WHERE offset < ? AND offset + length > ?", (offset + length, offset)
+                )
+                assert rows.fetchone() is None, "an extent is free whose row is still there"
+            nvme.extents.free(offset, length)
+
+        commits.use(free)
 
     def _close(self) -> None:
         """Whatever is dirty is written; only then does time pass for the end, which waits for it a minute at most."""
