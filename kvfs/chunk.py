@@ -16,6 +16,7 @@ Never change a value here without a new `FORMAT`: files and volumes of every ear
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import struct
@@ -40,6 +41,13 @@ _FIELDS = (
     ("format", 12), ("fingerprint", 64), ("rank", 12), ("chain", 64), ("key", 32), ("parent", 32), ("position", 10),
     ("num_tokens", 6), ("created_ns", 20),
 )  # fmt: skip
+_FIRST_AT = _PREFIX.size + len('{"__metadata__":{')
+_PLACES: list[tuple[str, int, int]] = []  # name, begin and end of each fact's text in a header
+for _name, _width in _FIELDS:
+    _begin = (_PLACES[-1][2] + len('",') if _PLACES else _FIRST_AT) + len(f'"{_name}":"')
+    _PLACES.append((_name, _begin, _begin + _width))
+_VARYING = tuple(place for place in _PLACES if place[0] not in ("format", "fingerprint", "rank", "key"))
+_LAYERS_AT = _PLACES[-1][2] + len('","layers_xxh3_64":"')
 _FILE_NAME = re.compile(rf"^([0-9a-f]{{{2 * KEY_BYTES}}}){re.escape(SUFFIX)}$")
 
 
@@ -107,6 +115,7 @@ class Geometry:
     Attributes:
         layers: for each layer, its tensors in order; the layer's bytes are contiguous.
         header_bytes, payload_bytes, pad_bytes: the three parts of the file, in this order.
+        bounds: where each layer begins, in bytes from the start of the payload, and where the last one ends.
     """
 
     namespace: Namespace
@@ -115,6 +124,8 @@ class Geometry:
     header_bytes: int
     payload_bytes: int
     pad_bytes: int
+    bounds: tuple[int, ...]
+    _facts: str  # the fields of __metadata__, to be filled in with %
     _metadata_bytes: int
     _tail: bytes  # the JSON behind __metadata__, the same for every chunk, with its spaces
 
@@ -166,36 +177,49 @@ def _geometry(namespace: Namespace, num_tokens: int) -> Geometry:
     if pad:
         tensors["kvfs.pad"] = _describe(TensorPlace("kvfs.pad", "U8", (pad,), offset, offset + pad))
     tail = b"," + msgspec.json.encode(tensors)[1:]
-    metadata_bytes = len(_encode_metadata([("0" * width) for _, width in _FIELDS], "0" * _CHECKSUM_HEX * len(layers)))
+    template = _metadata_template(namespace)
+    metadata_bytes = len(_encode_metadata(template, ("0" * 64, "0" * 32, "0" * 32, 0, 0, 0, "00" * 8 * len(layers))))
     header_bytes = align(_PREFIX.size + metadata_bytes + len(tail))
     if header_bytes > MAX_HEADER_BYTES:
         raise UsageError("headers of this namespace would exceed 4 MiB")
     tail += b" " * (header_bytes - _PREFIX.size - metadata_bytes - len(tail))
-    return Geometry(namespace, num_tokens, tuple(layers), header_bytes, offset, pad, metadata_bytes, tail)
+    bounds = (*(places[0].begin for places in layers), offset)
+    return Geometry(
+        namespace, num_tokens, tuple(layers), header_bytes, offset, pad, bounds, template, metadata_bytes, tail
+    )
 
 
 def _describe(place: TensorPlace) -> dict[str, object]:
     return {"dtype": place.dtype, "shape": place.shape, "data_offsets": (place.begin, place.end)}
 
 
-def _encode_metadata(values: list[str], checksums: str) -> bytes:
-    facts = ",".join(f'"{name}":"{value}"' for (name, _), value in zip(_FIELDS, values, strict=True))
-    facts += f',"layers_xxh3_64":"{checksums}"'
-    digest = xxhash.xxh3_128_hexdigest(facts.encode())
-    return f'{{"__metadata__":{{{facts},"facts_xxh3_128":"{digest}"}}'.encode()
+def _metadata_template(namespace: Namespace) -> str:
+    """The text of the facts before their digest, with a % conversion for each that differs from chunk to chunk."""
+    fixed = {
+        "format": FORMAT,
+        "fingerprint": namespace.fingerprint_hex,
+        "rank": f"{namespace.rank:05d}of{namespace.num_ranks:05d}",
+    }
+    numbers = ("position", "num_tokens", "created_ns")
+    values = [(name, fixed.get(name, f"%0{width}d" if name in numbers else "%s")) for name, width in _FIELDS]
+    return ",".join(f'"{name}":"{value}"' for name, value in [*values, ("layers_xxh3_64", "%s")])
+
+
+def _encode_metadata(template: str, values: tuple[str, str, str, int, int, int, str]) -> bytes:
+    facts = (template % values).encode()
+    digest = xxhash.xxh3_128_hexdigest(facts).encode()
+    return b'{"__metadata__":{%b,"facts_xxh3_128":"%b"}' % (facts, digest)
 
 
 def build_header(geo: Geometry, facts: Facts) -> bytes:
     """The header of the chunk with these facts, `geo.header_bytes` long."""
-    namespace = geo.namespace
     if len(facts.checksums) != len(geo.layers) or facts.num_tokens != geo.num_tokens:
         raise UsageError("these facts are of a chunk with another geometry")
-    values = [
-        FORMAT, namespace.fingerprint_hex, f"{namespace.rank:05d}of{namespace.num_ranks:05d}",
-        facts.chain.hex(), facts.key.hex(), facts.parent.hex(), f"{facts.position:010d}", f"{facts.num_tokens:06d}",
-        f"{facts.created_ns:020d}",
-    ]  # fmt: skip
-    metadata = _encode_metadata(values, "".join(f"{checksum:016x}" for checksum in facts.checksums))
+    values = (
+        facts.chain.hex(), facts.key.hex(), facts.parent.hex(), facts.position, facts.num_tokens, facts.created_ns,
+        struct.pack(f">{len(facts.checksums)}Q", *facts.checksums).hex(),
+    )  # fmt: skip
+    metadata = _encode_metadata(geo._facts, values)
     if len(metadata) != geo._metadata_bytes:
         raise UsageError("a fact does not fit its field")
     return _PREFIX.pack(geo.header_bytes - _PREFIX.size) + metadata + geo._tail
@@ -220,25 +244,21 @@ def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> t
 
 def _read_facts(namespace: Namespace, view: memoryview) -> Facts:
     """The facts that `view` claims; every one is bounded by its fixed width before it is converted."""
-    offset = _PREFIX.size + len('{"__metadata__":{')
-    texts = {}
-    for name, width in (*_FIELDS, ("layers_xxh3_64", _CHECKSUM_HEX * namespace.num_layers)):
-        offset += len(f'"{name}":"')
-        texts[name] = bytes(view[offset : offset + width])
-        offset += width + len('",')
+    num_layers = namespace.num_layers
+    raw = bytes(view[: _LAYERS_AT + _CHECKSUM_HEX * num_layers])
+    texts = {name: raw[begin:end] for name, begin, end in _VARYING}
     try:
         chain = bytes.fromhex(texts["chain"].decode())
         parent = bytes.fromhex(texts["parent"].decode())
         if len(chain) != CHAIN_BYTES or len(parent) != KEY_BYTES:
             raise ValueError("short header")
-        packed = bytes.fromhex(texts["layers_xxh3_64"].decode())
         return Facts(
-            chain=ChainHash(chain),
-            parent=Key(parent),
-            position=int(texts["position"]),
-            num_tokens=int(texts["num_tokens"]),
-            created_ns=int(texts["created_ns"]),
-            checksums=struct.unpack(f">{namespace.num_layers}Q", packed),
+            ChainHash(chain),
+            Key(parent),
+            int(texts["position"]),
+            int(texts["num_tokens"]),
+            int(texts["created_ns"]),
+            struct.unpack(f">{num_layers}Q", bytes.fromhex(raw[_LAYERS_AT:].decode())),
         )
     except (ValueError, struct.error) as error:
         raise CorruptChunk("not a chunk header of this namespace") from error
@@ -249,13 +269,26 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+def layer_checksums(geo: Geometry, payload: memoryview, first: int = 0, stop: int | None = None) -> tuple[int, ...]:
+    """The checksums of layers `first` to before `stop`, or the last, of a payload that is in memory as far as that."""
+    bounds = geo.bounds[first:] if stop is None else geo.bounds[first : stop + 1]
+    take = xxhash.xxh3_64_intdigest
+    return tuple([take(payload[begin:end]) for begin, end in itertools.pairwise(bounds)])
+
+
 def verify_payload(geo: Geometry, facts: Facts, chunk: memoryview) -> None:
     """Check the layers and the pad of a whole chunk in memory; raises CorruptChunk for the first that is wrong."""
-    for layer, expected in enumerate(facts.checksums):
-        begin, end = geo.layer_range(layer)
-        if checksum(chunk[begin:end]) != expected:
-            raise CorruptChunk(f"layer {layer} does not have its checksum")
+    verify_layers(geo, facts, chunk, 0, len(geo.layers))
     verify_pad(geo, chunk)
+
+
+def verify_layers(geo: Geometry, facts: Facts, chunk: memoryview, first: int, stop: int) -> None:
+    """Check layers `first` to before `stop` of a chunk file; raises CorruptChunk for the first that is wrong."""
+    found = layer_checksums(geo, chunk[geo.header_bytes :], first, stop)
+    expected = facts.checksums[first:stop]
+    if found != expected:
+        layer = first + next(i for i, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other)
+        raise CorruptChunk(f"layer {layer} does not have its checksum")
 
 
 def verify_pad(geo: Geometry, chunk: memoryview) -> None:

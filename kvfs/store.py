@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 _SAVE_USE_EVERY_S = 10.0
 _FLUSH_AT_END_S = 60.0
+_BYTES_A_THREAD = (
+    64 << 20
+)  # of a publish: a thread more for less takes the core from the engine that is to fill the next
 _MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and stays when its last chunk goes
 
 
@@ -256,6 +259,7 @@ class Store:
         prefix of its own. The reservations are used up, whatever happens.
         """
         created_ns = self.system.time_ns()
+        num_bytes = sum(handed.reservation.geometry.payload_bytes for handed in chunks)
         queue = deque(enumerate(chunks))
         is_good = [False] * len(chunks)
 
@@ -269,7 +273,7 @@ class Store:
 
         with trio.CancelScope(shield=True):  # a thread that writes into the arena is never abandoned
             async with trio.open_nursery() as nursery:
-                for _ in range(min(len(chunks), int(self._copies.total_tokens))):
+                for _ in range(min(len(chunks), int(self._copies.total_tokens), 1 + num_bytes // _BYTES_A_THREAD)):
                     nursery.start_soon(partial(trio.to_thread.run_sync, receive_some, limiter=self._copies))
         return [
             self._settle(handed.reservation, created_ns, good) for handed, good in zip(chunks, is_good, strict=True)

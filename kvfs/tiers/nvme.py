@@ -108,10 +108,7 @@ class NvmeTier:
 def verify(chunk: Chunk, piece: Slice, buffer: memoryview) -> None:
     """See `NvmeTier.verify`."""
     geo, facts = check_header(chunk, buffer)
-    for layer in range(piece.first_layer, piece.layers):
-        begin, end = geo.layer_range(layer)
-        if chunk_format.checksum(buffer[begin:end]) != facts.checksums[layer]:
-            raise CorruptChunk(f"layer {layer} does not have its checksum")
+    chunk_format.verify_layers(geo, facts, buffer, piece.first_layer, piece.layers)
     if piece.layers == len(geo.layers):
         chunk_format.verify_pad(geo, buffer)
 

@@ -176,7 +176,7 @@ async def test_wrong_checksums_are_bad(tmp_path: Path) -> None:
     (new,) = new_chunks(chain_of(NS, 1))
     async with running(tmp_path) as daemon, daemon_peer(daemon) as peer:
         await peer.hello_and_window()
-        for checksums in (bytes(8 * NS.num_layers), bytes(8), b"", bytes(8 * NS.num_layers - 1), bytes(8000)):
+        for checksums in (bytes(8 * NS.num_layers), bytes(8), bytes(8 * NS.num_layers - 1), bytes(8000)):
             slots = await peer.ask(m.Store(3, (new,)))
             assert isinstance(slots, m.Slots)
             assert slots.slots[0].status is StoreStatus.STORED

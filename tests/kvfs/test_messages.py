@@ -46,8 +46,8 @@ def test_every_message_is_tried() -> None:
 
 
 def test_golden_packet() -> None:
-    """The wire form of version 1: a msgpack array that begins with the tag and the id."""
-    assert m.VERSION == 1
+    """The wire form: a msgpack array that begins with the tag and the id."""
+    assert m.VERSION == 2
     assert m.encode(m.Match(3, b"k" * 16)).hex() == "93a56d6174636803c410" + (b"k" * 16).hex()
     assert m.encode(m.Load(4, b"", 1000, True)).hex() == "95a46c6f616404c400cd03e8c3"
 

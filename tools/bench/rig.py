@@ -21,14 +21,14 @@ from typing import Self
 from kvfs import keys
 from kvfs.arena import MADV_POPULATE_WRITE
 from kvfs.chunk import geometry
-from kvfs.client import Client, NewChunk, Publishing, Reservation, StoreStatus, Tier, new_chunk
+from kvfs.client import Client, NewChunk, Publishing, Reservation, Reserving, StoreStatus, Tier, new_chunk
 from kvfs.config import Access, Settings
 from kvfs.errors import UnavailableError, UsageError
 from kvfs.mount import mountpoint
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
 from kvfs.tools import background, mounted
 
-WINDOW_BYTES = 64 << 20
+WINDOW_BYTES = 128 << 20
 TOKENS_PER_CHUNK = 256
 _QUIET_S = 60.0
 
@@ -173,18 +173,28 @@ def settings(directory: Path, name: str, ram_bytes: int, nvme_bytes: int, access
     )  # fmt: skip
 
 
+def client(daemon: Daemon, namespace: Namespace) -> Client:
+    """A client of the daemon, with a window as large as the daemon gives."""
+    return Client(daemon.mount, namespace, deadline_s=30.0, window_bytes=WINDOW_BYTES)
+
+
 def store(client: Client, prompt: Prompt, source: memoryview) -> float:
     """Store a prompt whose payloads lie one after the other in `source`; returns seconds as the engine sees them."""
     geo = geometry(client.namespace, TOKENS_PER_CHUNK)
     size = geo.payload_bytes
-    group = max(1, WINDOW_BYTES // 2 // geo.file_bytes)
+    group = max(1, WINDOW_BYTES // 4 // geo.file_bytes)  # three are under way: reserved, being filled, published
+    groups = [prompt.new_chunks(i, min(i + group, len(prompt.chains))) for i in range(0, len(prompt.chains), group)]
     started = time.perf_counter()
+    reserving: Reserving | None = client.store_later(groups[0])
     earlier: Publishing | None = None
-    for start in range(0, len(prompt.chains), group):
-        stop = min(start + group, len(prompt.chains))
-        reservations = client.store(prompt.new_chunks(start, stop))
-        for index, reservation in enumerate(reservations, start):
+    index = 0
+    for number in range(len(groups)):
+        assert reserving is not None
+        reservations = reserving.wait()
+        reserving = client.store_later(groups[number + 1]) if number + 1 < len(groups) else None
+        for reservation in reservations:
             _fill(reservation, source[index * size : (index + 1) * size])
+            index += 1
         publishing = client.publish_later(reservations)
         _check(earlier)
         earlier = publishing
@@ -195,10 +205,7 @@ def store(client: Client, prompt: Prompt, source: memoryview) -> float:
 def _fill(reservation: Reservation, payload: memoryview) -> None:
     if reservation.payload is None:
         raise UnavailableError(f"a store was refused: {reservation.status.name}")
-    for layer, places in enumerate(reservation.geometry.layers):
-        begin, end = places[0].begin, places[-1].end
-        reservation.payload[begin:end] = payload[begin:end]
-        reservation.seal(layer)
+    reservation.fill(payload)
 
 
 def _check(publishing: Publishing | None) -> None:
@@ -216,11 +223,14 @@ def load(client: Client, chains: Sequence[keys.ChainHash], target: memoryview, s
     with loading:
         if any(found is not source for found in loading.sources):
             raise UnavailableError(f"the chunks were not all on {source.name}: {set(loading.sources)}")
-        for layer in range(client.namespace.num_layers):
+        num_layers, layer = client.namespace.num_layers, 0
+        bounds = geometry(client.namespace, TOKENS_PER_CHUNK).bounds
+        while layer < num_layers:  # as layers arrive; all at once where they are in RAM
+            arrived = loading.wait(layer + 1)
+            size = bounds[arrived] - bounds[layer]
             for index in range(loading.num_chunks):
-                found = loading.layer(index, layer)
-                if position + len(found) > len(target):
+                if position + size > len(target):
                     position = 0
-                target[position : position + len(found)] = found
-                position += len(found)
+                position += loading.copy(index, target[position : position + size], layer, arrived)
+            layer = arrived
     return time.perf_counter() - started

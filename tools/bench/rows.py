@@ -17,7 +17,7 @@ import msgspec
 
 from kvfs import keys
 from kvfs.chunk import geometry
-from kvfs.client import Client, Tier
+from kvfs.client import Tier
 from kvfs.config import Access
 from kvfs.mount import mountpoint
 from kvfs.tools.bench import limits, rig
@@ -103,7 +103,7 @@ def transfers(
     raw.write(source, shape.chunk_bytes)
     settings = rig.settings(directory, f"{shape.chunk_bytes}", whole, 3 * whole + (8 << 20), access)
     try:
-        with rig.Daemon(settings) as daemon, Client(daemon.mount, namespace, deadline_s=30.0) as client:
+        with rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
             client.attach()
             client.window_bytes()
             for prompt in (first, second):
@@ -155,7 +155,7 @@ def _store_fresh(
     directory.mkdir()
     settings = rig.settings(directory, "f", whole, whole + (8 << 20), access)
     prompt = rig.Prompt.random(shape.namespace, len(source) // shape.chunk_bytes, 7)
-    with rig.Daemon(settings) as daemon, Client(daemon.mount, shape.namespace, deadline_s=30.0) as client:
+    with rig.Daemon(settings) as daemon, rig.client(daemon, shape.namespace) as client:
         client.attach()
         client.window_bytes()
         started = time.perf_counter()
@@ -182,7 +182,7 @@ def prompts(directory: Path, rounds: int, progress: Progress) -> Iterator[Row]:
     settings = rig.settings(directory, "prompts", 256 << 20, 256 << 20)
     echo = limits.Echo(num_chunks * keys.KEY_BYTES)
     try:
-        with rig.Daemon(settings) as daemon, Client(daemon.mount, namespace, deadline_s=5.0) as client:
+        with rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
             client.attach()
             rig.store(client, rig.Prompt(stored), rig.noise(num_chunks * shape.chunk_bytes))
             progress(f"a prompt of {_NUM_PROMPT_TOKENS} tokens")
@@ -218,7 +218,7 @@ def files(directory: Path, rounds: int, progress: Progress) -> Iterator[Row]:
     tmpfs_file = Path("/dev/shm") / f"kvfs-bench-{os.getpid()}"
     with (
         rig.Daemon(settings) as daemon,
-        Client(daemon.mount, namespace, deadline_s=30.0) as client,
+        rig.client(daemon, namespace) as client,
         _empty_fuse(directory / "empty") as empty,
     ):
         client.attach()
