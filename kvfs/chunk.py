@@ -8,8 +8,8 @@
 
 ``__metadata__`` comes first in the JSON; its values are strings of fixed width, in the order of `_FIELDS`, so the size
 of a header follows from the namespace and the number of tokens alone. The header of a chunk is the *only* header its
-facts can have: `parse_header` rebuilds it from the facts it read and compares every byte. ``layers_xxh3_64`` holds one
-checksum a layer, so that a layer can be used before the rest has arrived; ``facts_xxh3_128`` covers the other facts.
+facts can have: `parse_header` takes one text for each fact and knows every byte beside them. ``layers_xxh3_64`` holds
+one checksum a layer, so that a layer can be used before the rest has arrived; ``facts_xxh3_128`` covers the facts.
 
 Never change a value here without a new `FORMAT`: files and volumes of every earlier version stay readable.
 """
@@ -26,7 +26,7 @@ import msgspec
 import xxhash
 
 from kvfs.errors import CorruptChunk, UsageError
-from kvfs.keys import CHAIN_BYTES, KEY_BYTES, ChainHash, Key, key_of
+from kvfs.keys import KEY_BYTES, ChainHash, Key, key_of
 from kvfs.namespace import DTYPE_BYTES, Namespace
 
 FORMAT = "kvfs-chunk/1"
@@ -41,13 +41,9 @@ _FIELDS = (
     ("format", 12), ("fingerprint", 64), ("rank", 12), ("chain", 64), ("key", 32), ("parent", 32), ("position", 10),
     ("num_tokens", 6), ("created_ns", 20),
 )  # fmt: skip
-_FIRST_AT = _PREFIX.size + len('{"__metadata__":{')
-_PLACES: list[tuple[str, int, int]] = []  # name, begin and end of each fact's text in a header
-for _name, _width in _FIELDS:
-    _begin = (_PLACES[-1][2] + len('",') if _PLACES else _FIRST_AT) + len(f'"{_name}":"')
-    _PLACES.append((_name, _begin, _begin + _width))
-_VARYING = tuple(place for place in _PLACES if place[0] not in ("format", "fingerprint", "rank", "key"))
-_LAYERS_AT = _PLACES[-1][2] + len('","layers_xxh3_64":"')
+_FACTS_AT = _PREFIX.size + len('{"__metadata__":{')
+_NUM_TOKENS_AT = _FACTS_AT + sum(len(f'"{name}":"",') + width for name, width in _FIELDS[:7]) + len('"num_tokens":"')
+_NUM_TOKENS_DIGITS = dict(_FIELDS)["num_tokens"]
 _FILE_NAME = re.compile(rf"^([0-9a-f]{{{2 * KEY_BYTES}}}){re.escape(SUFFIX)}$")
 
 
@@ -127,6 +123,7 @@ class Geometry:
     bounds: tuple[int, ...]
     _facts: str  # the fields of __metadata__, to be filled in with %
     _metadata_bytes: int
+    _head: re.Pattern[bytes]  # the header up to the tail, with a group for each fact that differs
     _tail: bytes  # the JSON behind __metadata__, the same for every chunk, with its spaces
 
     @property
@@ -185,21 +182,24 @@ def _geometry(namespace: Namespace, num_tokens: int) -> Geometry:
     tail += b" " * (header_bytes - _PREFIX.size - metadata_bytes - len(tail))
     bounds = (*(places[0].begin for places in layers), offset)
     return Geometry(
-        namespace, num_tokens, tuple(layers), header_bytes, offset, pad, bounds, template, metadata_bytes, tail
-    )
+        namespace, num_tokens, tuple(layers), header_bytes, offset, pad, bounds, template, metadata_bytes,
+        _head_pattern(namespace, num_tokens, header_bytes), tail,
+    )  # fmt: skip
 
 
 def _describe(place: TensorPlace) -> dict[str, object]:
     return {"dtype": place.dtype, "shape": place.shape, "data_offsets": (place.begin, place.end)}
 
 
+def _fixed_facts(namespace: Namespace) -> dict[str, str]:
+    """The facts that all chunks of a namespace share."""
+    rank = f"{namespace.rank:05d}of{namespace.num_ranks:05d}"
+    return {"format": FORMAT, "fingerprint": namespace.fingerprint_hex, "rank": rank}
+
+
 def _metadata_template(namespace: Namespace) -> str:
     """The text of the facts before their digest, with a % conversion for each that differs from chunk to chunk."""
-    fixed = {
-        "format": FORMAT,
-        "fingerprint": namespace.fingerprint_hex,
-        "rank": f"{namespace.rank:05d}of{namespace.num_ranks:05d}",
-    }
+    fixed = _fixed_facts(namespace)
     numbers = ("position", "num_tokens", "created_ns")
     values = [(name, fixed.get(name, f"%0{width}d" if name in numbers else "%s")) for name, width in _FIELDS]
     return ",".join(f'"{name}":"{value}"' for name, value in [*values, ("layers_xxh3_64", "%s")])
@@ -209,6 +209,23 @@ def _encode_metadata(template: str, values: tuple[str, str, str, int, int, int, 
     facts = (template % values).encode()
     digest = xxhash.xxh3_128_hexdigest(facts).encode()
     return b'{"__metadata__":{%b,"facts_xxh3_128":"%b"}' % (facts, digest)
+
+
+def _head_pattern(namespace: Namespace, num_tokens: int, header_bytes: int) -> re.Pattern[bytes]:
+    """What every header of these chunks matches up to its tail. Groups: all facts, chain, its head, parent, position,
+    created_ns, checksums, digest of the facts.
+    """
+    varying = {
+        "chain": "(([0-9a-f]{32})[0-9a-f]{32})", "key": r"\3", "parent": "([0-9a-f]{32})", "position": "([0-9]{10})",
+        "num_tokens": f"{num_tokens:06d}", "created_ns": "([0-9]{20})",
+    }  # fmt: skip
+    texts = {name: re.escape(text) for name, text in _fixed_facts(namespace).items()} | varying
+    texts["layers_xxh3_64"] = f"([0-9a-f]{{{_CHECKSUM_HEX * namespace.num_layers}}})"
+    facts = ",".join(f'"{name}":"{text}"' for name, text in texts.items())
+    prefix = re.escape(_PREFIX.pack(header_bytes - _PREFIX.size))
+    return re.compile(
+        prefix + f'{{"__metadata__":{{({facts}),"facts_xxh3_128":"([0-9a-f]{{32}})"}}'.encode(), re.DOTALL
+    )
 
 
 def build_header(geo: Geometry, facts: Facts) -> bytes:
@@ -231,37 +248,28 @@ def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> t
     Raises CorruptChunk unless the header is, byte for byte, the one that the namespace's chunk with these facts has.
     """
     view = memoryview(raw)
-    facts = _read_facts(namespace, view)
+    text = bytes(view[_NUM_TOKENS_AT : _NUM_TOKENS_AT + _NUM_TOKENS_DIGITS])
+    if len(text) != _NUM_TOKENS_DIGITS or not text.isdigit():
+        raise CorruptChunk("not a chunk header of this namespace")
     try:
-        geo = geometry(namespace, facts.num_tokens)
-        expected = build_header(geo, facts)
+        geo = geometry(namespace, int(text))
     except UsageError as error:
         raise CorruptChunk(f"impossible facts in a chunk header: {error}") from error
-    if bytes(view[: geo.header_bytes]) != expected:
-        raise CorruptChunk("the header is not the one its facts call for")
-    return geo, facts
-
-
-def _read_facts(namespace: Namespace, view: memoryview) -> Facts:
-    """The facts that `view` claims; every one is bounded by its fixed width before it is converted."""
-    num_layers = namespace.num_layers
-    raw = bytes(view[: _LAYERS_AT + _CHECKSUM_HEX * num_layers])
-    texts = {name: raw[begin:end] for name, begin, end in _VARYING}
-    try:
-        chain = bytes.fromhex(texts["chain"].decode())
-        parent = bytes.fromhex(texts["parent"].decode())
-        if len(chain) != CHAIN_BYTES or len(parent) != KEY_BYTES:
-            raise ValueError("short header")
-        return Facts(
-            ChainHash(chain),
-            Key(parent),
-            int(texts["position"]),
-            int(texts["num_tokens"]),
-            int(texts["created_ns"]),
-            struct.unpack(f">{num_layers}Q", bytes.fromhex(raw[_LAYERS_AT:].decode())),
-        )
-    except (ValueError, struct.error) as error:
-        raise CorruptChunk("not a chunk header of this namespace") from error
+    header = bytes(view[: geo.header_bytes])
+    found = geo._head.match(header)
+    if found is None or header[found.end() :] != geo._tail:
+        raise CorruptChunk("not a chunk header of this namespace")
+    facts, chain, _, parent, position, created_ns, checksums, digest = found.groups()
+    if xxhash.xxh3_128_hexdigest(facts).encode() != digest:
+        raise CorruptChunk("the facts in a chunk header do not have their checksum")
+    return geo, Facts(
+        ChainHash(bytes.fromhex(chain.decode())),
+        Key(bytes.fromhex(parent.decode())),
+        int(position),
+        geo.num_tokens,
+        int(created_ns),
+        struct.unpack(f">{len(geo.layers)}Q", bytes.fromhex(checksums.decode())),
+    )
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:

@@ -57,10 +57,10 @@ class Lease:
     _connection: Connection | None = None
 
     def release(self) -> None:
-        """End the lease; more than once is harmless."""
+        """End the lease, without waiting for the daemon; more than once is harmless."""
         connection, self._connection = self._connection, None
         if connection is not None and self._number:
-            connection.post(m.Release(connection.next_id(), self._number))
+            connection.tell(m.Release(connection.next_id(), self._number))
 
     def __enter__(self) -> Self:
         return self

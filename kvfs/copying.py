@@ -13,7 +13,7 @@ import xxhash
 
 from kvfs.chunk import Geometry
 
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 512 << 10
 
 
 def copy_layers(geo: Geometry, first: int, stop: int, source: memoryview, target: memoryview) -> list[int]:

@@ -18,7 +18,7 @@ import msgspec
 
 from kvfs.errors import ProtocolError
 
-VERSION = 2  # 2: a chunk may be published without checksums
+VERSION = 2  # 2: a chunk may be published without checksums; `Arrived` names the chunks that are ahead
 MAX_MESSAGE_BYTES = 160 * 1024
 MAX_BATCH = 4096
 
@@ -203,10 +203,14 @@ class Loaded(Reply, frozen=True, tag="loaded"):
 
 
 class Arrived(Reply, frozen=True, tag="arrived"):
-    """Layers below `num_layers` of all chunks are readable now, but for the chunks (by index) in `failed`."""
+    """Layers below `num_layers` of all chunks are readable now, but for the chunks (by index) in `failed`.
+
+    `ahead` has (index, layers) for chunks of which more came since the last message: their layers below `layers`.
+    """
 
     num_layers: int
     failed: tuple[int, ...]
+    ahead: tuple[tuple[int, int], ...]
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -111,12 +111,11 @@ class Store:
     def match(self, table: ChunkTable, keys: Sequence[Key]) -> list[Chunk]:
         """The chunks of the longest stored prefix of `keys`, leased."""
         found: list[Chunk] = []
-        for key in keys:
-            chunk = table.chunks.get(key)
+        for chunk in map(table.chunks.get, keys):
             if chunk is None:
                 break
-            self._residency.lease(chunk)
             found.append(chunk)
+        self._residency.lease_all(found)
         self.counters.matches += 1
         self.counters.matched_chunks += len(found)
         return found
@@ -131,6 +130,16 @@ class Store:
         if not chunk.leases and self._cold is not None:
             self._cold.forget(chunk)
 
+    def lease_all(self, chunks: Collection[Chunk]) -> None:
+        """Hold the bytes of many."""
+        self._residency.lease_all(chunks)
+
+    def release_all(self, chunks: Collection[Chunk]) -> None:
+        """End one hold of each."""
+        self._residency.release_all(chunks)
+        if self._cold is not None:
+            self._cold.forget_idle(chunks)
+
     def promote(self, chunks: Iterable[Chunk]) -> list[Promotion | None]:
         """Bring leased chunks that are on NVMe only into RAM; None where there is no room."""
         assert self._promoter is not None
@@ -139,14 +148,13 @@ class Store:
     def touch(self, chunks: Sequence[Chunk], sources: Sequence[Tier]) -> None:
         """An engine loaded these chunks of one chain, head first. Call it after the reply is out."""
         now_ns = self.system.time_ns()
-        for chunk, source in zip(chunks, sources, strict=True):
+        for chunk in chunks:
             chunk.hits += 1
             chunk.last_used_ns = now_ns
-            self.counters.loaded_bytes += chunk.length
-            if source is Tier.RAM:
-                self.counters.loads_ram += 1
-            else:
-                self.counters.loads_nvme += 1
+        num_ram = sources.count(Tier.RAM)
+        self.counters.loads_ram += num_ram
+        self.counters.loads_nvme += len(chunks) - num_ram
+        self.counters.loaded_bytes += sum([chunk.length for chunk in chunks])
         self._residency.ram.policy.touch(chunks)
         if self._residency.nvme is not None:
             self._residency.nvme.policy.touch(chunks)

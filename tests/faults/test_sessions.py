@@ -123,7 +123,7 @@ async def test_store_match_load(tmp_path: Path, stream: bool) -> None:
             assert await in_thread(lambda: load_all(client, chain, stream=stream)) == [Tier.NVME] * 6
             assert await in_thread(lambda: load_all(client, chain, stream=stream)) == [Tier.RAM] * 6
             assert client.statistics.failures == 0
-            assert daemon.store.statistics().num_leases == 0
+            await eventually(lambda: daemon.store.statistics().num_leases == 0)
             assert daemon.store.counters.loads_nvme == 6
 
 
@@ -227,7 +227,7 @@ async def test_a_load_holds_its_bytes(tmp_path: Path) -> None:
                 assert bytes(view) == layer_of(chain.chains[index], load.geometry(index), 0)
             before = daemon.store.statistics().num_leases
             await in_thread(load.close)
-            assert daemon.store.statistics().num_leases == before - 3
+            await eventually(lambda: daemon.store.statistics().num_leases == before - 3)
 
 
 async def test_ram_too_small_for_a_load(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from kvfs.mount.session import serve_sessions
 from kvfs.namespace import Namespace
 from kvfs.store import Store
 from kvfs.testing import (
+    FaultySystem,
     chain_of,
     checksums_of,
     new_chunks,
@@ -39,9 +40,11 @@ R = TypeVar("R")
 
 
 @asynccontextmanager
-async def running(directory: Path, namespace: Namespace, **settings: Any) -> AsyncIterator[tuple[Store, ChunkTable]]:
+async def running(
+    directory: Path, namespace: Namespace, system: FaultySystem | None = None, **settings: Any
+) -> AsyncIterator[tuple[Store, ChunkTable]]:
     options = {"ram": 64 << 20, "nvme": 96 << 20, "window_bytes": 32 << 20, **settings}
-    async with open_table(directory, namespace, None, **options) as (store, table), trio.open_nursery() as nursery:
+    async with open_table(directory, namespace, system, **options) as (store, table), trio.open_nursery() as nursery:
         await nursery.start(serve_sessions, store, socket_path(directory))
         yield store, table
         nursery.cancel_scope.cancel()
@@ -81,12 +84,28 @@ def load_whole(client: Client, chain: KeyChain, cuts: tuple[int, ...], *, stream
             target = memoryview(bytearray(geo.payload_bytes + 7))
             size = first = 0
             for stop in cuts:
-                assert load.wait(stop) >= stop
                 size += load.copy(index, target[size:], first, stop)
                 first = stop
             assert size == geo.payload_bytes
             assert bytes(target[:size]) == payload_of(value, geo)
             assert bytes(target[size:]) == bytes(7)
+        return load.sources
+
+
+def load_parts(client: Client, chain: KeyChain) -> list[Tier]:
+    """Copy what arrives as it arrives, and compare; every layer of every stored chunk arrives once."""
+    load = client.load(chain.chains, stream=True)
+    assert load is not None
+    with load:
+        found: dict[int, bytes] = {}
+        for index, first, stop in load.parts():
+            geo = load.geometry(index)
+            target = memoryview(bytearray(geo.bounds[stop] - geo.bounds[first]))
+            assert load.copy(index, target, first, stop) == len(target)
+            found[index] = found.get(index, b"") + bytes(target)
+        stored = [index for index, source in enumerate(load.sources) if source is not Tier.NONE]
+        assert sorted(found) == stored
+        assert all(found[index] == payload_of(chain.chains[index], load.geometry(index)) for index in stored)
         return load.sources
 
 
@@ -106,6 +125,43 @@ async def test_store_and_load_whole(tmp_path: Path, namespace: Namespace, access
         with client_of(tmp_path, namespace) as client:
             cuts = (*range(1, layers), layers)
             assert await in_thread(lambda: load_whole(client, chain, cuts, stream=True)) == [Tier.NVME] * 5
+            longer = chain_of(namespace, 7)
+            assert await in_thread(load_parts, client, longer) == [Tier.RAM] * 5 + [Tier.NONE] * 2
+    async with running(tmp_path, namespace, access=access):
+        with client_of(tmp_path, namespace) as client:
+            assert await in_thread(load_parts, client, longer) == [Tier.NVME] * 5 + [Tier.NONE] * 2
+
+
+@pytest.mark.expect_log("could not be read")
+async def test_parts_of_a_chunk_that_cannot_be_read(tmp_path: Path) -> None:
+    """EIO under one chunk: its part comes too, and its copy raises; the parts of the others are right."""
+    chain = chain_of(LONG, 4)
+    async with running(tmp_path, LONG) as (store, table):
+        await store_chain(store, table, chain)
+        assert await store.flush()
+    system = FaultySystem()
+    async with running(tmp_path, LONG, system) as (_, table):
+        system.bad_reads = {table.chunks[chain.keys[1]].nvme}
+
+        def load() -> dict[int, bool]:
+            is_right: dict[int, bool] = {}
+            with client_of(tmp_path, LONG) as client:
+                loading = client.load(chain.chains, stream=True)
+                assert loading is not None
+                with loading:
+                    for index, first, stop in loading.parts():
+                        target = memoryview(bytearray(geometry(LONG, 16).payload_bytes))
+                        try:
+                            size = loading.copy(index, target, first, stop)
+                        except UnavailableError:
+                            is_right[index] = False
+                            continue
+                        begin = loading.geometry(index).bounds[first]
+                        expected = payload_of(chain.chains[index], loading.geometry(index))[begin : begin + size]
+                        is_right[index] = is_right.get(index, True) and bytes(target[:size]) == expected
+            return is_right
+
+        assert await in_thread(load) == {0: True, 1: False, 2: True, 3: True}
 
 
 @pytest.mark.expect_log("is corrupt and was dropped")

@@ -223,14 +223,10 @@ def load(client: Client, chains: Sequence[keys.ChainHash], target: memoryview, s
     with loading:
         if any(found is not source for found in loading.sources):
             raise UnavailableError(f"the chunks were not all on {source.name}: {set(loading.sources)}")
-        num_layers, layer = client.namespace.num_layers, 0
         bounds = geometry(client.namespace, TOKENS_PER_CHUNK).bounds
-        while layer < num_layers:  # as layers arrive; all at once where they are in RAM
-            arrived = loading.wait(layer + 1)
-            size = bounds[arrived] - bounds[layer]
-            for index in range(loading.num_chunks):
-                if position + size > len(target):
-                    position = 0
-                position += loading.copy(index, target[position : position + size], layer, arrived)
-            layer = arrived
+        for index, first, stop in loading.parts():
+            size = bounds[stop] - bounds[first]
+            if position + size > len(target):
+                position = 0
+            position += loading.copy(index, target[position : position + size], first, stop)
     return time.perf_counter() - started
