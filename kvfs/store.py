@@ -260,11 +260,11 @@ class Store:
         self.counters.stores_aborted += 1
         self._free_reserved(reservation)
 
-    async def publish(self, chunks: Sequence[Handed]) -> list[StoreStatus]:
+    async def publish(self, chunks: Sequence[Handed], turn: trio.Event | None = None) -> list[StoreStatus]:
         """Bring the payloads of chunks to their places, verify them and make them visible, in the order given.
 
-        They are received side by side, and become visible together: a chunk that came before its parent would head a
-        prefix of its own. The reservations are used up, whatever happens.
+        They are received side by side, and become visible together, after `turn`, which has to come: a chunk that came
+        before its parent would head a prefix of its own. The reservations are used up, whatever happens.
         """
         created_ns = self.system.time_ns()
         num_bytes = sum(handed.reservation.geometry.payload_bytes for handed in chunks)
@@ -283,6 +283,8 @@ class Store:
             async with trio.open_nursery() as nursery:
                 for _ in range(min(len(chunks), int(self._copies.total_tokens), 1 + num_bytes // _BYTES_A_THREAD)):
                     nursery.start_soon(partial(trio.to_thread.run_sync, receive_some, limiter=self._copies))
+            if turn is not None:
+                await turn.wait()
         return [
             self._settle(handed.reservation, created_ns, good) for handed, good in zip(chunks, is_good, strict=True)
         ]

@@ -67,10 +67,10 @@ class Handover(ABC):
         reserved = self._reserved.pop(key, None)
         return None if reserved is None else Handed(*reserved, checksums)
 
-    async def publish(self, chunks: list[Handed]) -> list[StoreStatus]:
-        """Publish what was taken; the slots are free afterwards, whatever happens."""
+    async def publish(self, chunks: list[Handed], turn: trio.Event) -> list[StoreStatus]:
+        """Publish what was taken, visibly after `turn`; the slots are free afterwards, whatever happens."""
         try:
-            return await self._store.publish(chunks)
+            return await self._store.publish(chunks, turn)
         finally:
             for handed in chunks:
                 self._free(handed.reservation, handed.source)

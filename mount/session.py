@@ -135,7 +135,8 @@ class Session:
         self._handover = handover
         self._sending = trio.Lock()
         self._waiting = trio.Semaphore(_MAX_WAITING)
-        self._publishing = trio.Lock()  # first come, first served
+        self._published = trio.Event()  # whether the latest publish, and so each before it, is visible
+        self._published.set()
 
     async def run(self) -> None:
         """Answer requests until the client closes the connection."""
@@ -358,8 +359,13 @@ class Session:
             taken = self._handover.take(finished.key, values)
             if taken is not None:
                 handed[index] = taken
-        async with self._publishing:  # a later message may hold the children of this one's chunks
-            published = await self._handover.publish(list(handed.values()))
+        # Payloads of several messages are received side by side. A later one may hold the children of this one's chunks.
+        turn, self._published = self._published, trio.Event()
+        is_visible = self._published
+        try:
+            published = await self._handover.publish(list(handed.values()), turn)
+        finally:
+            is_visible.set()
         for index, status in zip(handed, published, strict=True):
             statuses[index] = status
         await self._send(m.Published(request.id, tuple(statuses)))

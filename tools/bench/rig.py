@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Self
 from kvfs import keys
 from kvfs.arena import MADV_POPULATE_WRITE
 from kvfs.chunk import geometry
-from kvfs.client import Client, NewChunk, Publishing, Reservation, Reserving, StoreStatus, Tier, new_chunk
+from kvfs.client import Client, NewChunk, Publishing, Reservation, StoreStatus, Tier, new_chunk
 from kvfs.config import Access, Settings
 from kvfs.errors import UnavailableError, UsageError
 from kvfs.mount import mountpoint
@@ -182,23 +183,23 @@ def store(client: Client, prompt: Prompt, source: memoryview) -> float:
     """Store a prompt whose payloads lie one after the other in `source`; returns seconds as the engine sees them."""
     geo = geometry(client.namespace, TOKENS_PER_CHUNK)
     size = geo.payload_bytes
-    group = max(1, WINDOW_BYTES // 4 // geo.file_bytes)  # three are under way: reserved, being filled, published
+    group = max(1, WINDOW_BYTES // 4 // geo.file_bytes)  # four are under way: reserved, being filled, two published
     groups = [prompt.new_chunks(i, min(i + group, len(prompt.chains))) for i in range(0, len(prompt.chains), group)]
     started = time.perf_counter()
-    reserving: Reserving | None = client.store_later(groups[0])
-    earlier: Publishing | None = None
+    publishing: deque[Publishing] = deque()
+    reserving = client.store_later(groups[0])
     index = 0
     for number in range(len(groups)):
-        assert reserving is not None
         reservations = reserving.wait()
-        reserving = client.store_later(groups[number + 1]) if number + 1 < len(groups) else None
+        reserving = client.store_later(groups[number + 1] if number + 1 < len(groups) else [])
         for reservation in reservations:
             _fill(reservation, source[index * size : (index + 1) * size])
             index += 1
-        publishing = client.publish_later(reservations)
-        _check(earlier)
-        earlier = publishing
-    _check(earlier)
+        publishing.append(client.publish_later(reservations))
+        if len(publishing) > 2:
+            _check(publishing.popleft())
+    for last in publishing:
+        _check(last)
     return time.perf_counter() - started
 
 
@@ -208,8 +209,8 @@ def _fill(reservation: Reservation, payload: memoryview) -> None:
     reservation.fill(payload)
 
 
-def _check(publishing: Publishing | None) -> None:
-    if publishing is not None and any(status is not StoreStatus.STORED for status in publishing.wait()):
+def _check(publishing: Publishing) -> None:
+    if any(status is not StoreStatus.STORED for status in publishing.wait()):
         raise UnavailableError("a chunk could not be published")
 
 
