@@ -21,7 +21,7 @@ from typing import Self
 
 from kvfs import keys
 from kvfs.arena import MADV_POPULATE_WRITE
-from kvfs.chunk import geometry
+from kvfs.chunk import align, geometry
 from kvfs.client import Client, NewChunk, Publishing, Reservation, StoreStatus, Tier, new_chunk
 from kvfs.config import Access, Settings
 from kvfs.errors import UnavailableError, UsageError
@@ -183,7 +183,10 @@ def store(client: Client, prompt: Prompt, source: memoryview) -> float:
     """Store a prompt whose payloads lie one after the other in `source`; returns seconds as the engine sees them."""
     geo = geometry(client.namespace, TOKENS_PER_CHUNK)
     size = geo.payload_bytes
-    group = max(1, WINDOW_BYTES // 4 // geo.file_bytes)  # four are under way: reserved, being filled, two published
+    group = max(1, WINDOW_BYTES // 8 // geo.file_bytes)
+    most = (
+        WINDOW_BYTES // (group * align(size)) - 2
+    )  # that may be on their way to be visible; one is filled, one reserved
     groups = [prompt.new_chunks(i, min(i + group, len(prompt.chains))) for i in range(0, len(prompt.chains), group)]
     started = time.perf_counter()
     publishing: deque[Publishing] = deque()
@@ -196,7 +199,7 @@ def store(client: Client, prompt: Prompt, source: memoryview) -> float:
             _fill(reservation, source[index * size : (index + 1) * size])
             index += 1
         publishing.append(client.publish_later(reservations))
-        if len(publishing) > 2:
+        if len(publishing) > most:
             _check(publishing.popleft())
     for last in publishing:
         _check(last)
