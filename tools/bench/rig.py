@@ -40,6 +40,7 @@ class Shape:
 
     chunk_bytes: int
     num_layers: int
+    model: str = "bench"
 
     @property
     def namespace(self) -> Namespace:
@@ -48,7 +49,7 @@ class Shape:
         tensor = (TOKENS_PER_CHUNK, half // TOKENS_PER_CHUNK)
         specs = tuple(TensorSpec(name, "U8", tensor, 0) for name in ("k", "v"))
         identity = Identity(
-            model=f"bench-{self.chunk_bytes >> 10}KiB", revision="1", kv_dtype="U8", layout="bench",
+            model=f"{self.model}-{self.chunk_bytes >> 10}KiB", revision="1", kv_dtype="U8", layout="bench",
             num_layers=self.num_layers, num_kv_heads=1, head_size=half // TOKENS_PER_CHUNK,
             tokens_per_chunk=TOKENS_PER_CHUNK,
         )  # fmt: skip
@@ -149,6 +150,12 @@ class Daemon:
             if time.monotonic() > give_up:
                 raise UnavailableError("chunks stay dirty: is the disk full?")
             time.sleep(0.002)
+
+    @property
+    def pid(self) -> int:
+        """Of the daemon's process."""
+        assert self._process is not None
+        return self._process.pid
 
     @property
     def arena_kind(self) -> str:
