@@ -16,7 +16,6 @@ Never change a value here without a new `FORMAT`: files and volumes of every ear
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import struct
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
+from kvfs import hashing
 from kvfs.errors import CorruptChunk, UsageError
 from kvfs.keys import KEY_BYTES, ChainHash, Key, key_of
 from kvfs.namespace import DTYPE_BYTES, Namespace
@@ -279,9 +279,7 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
 
 def layer_checksums(geo: Geometry, payload: memoryview, first: int = 0, stop: int | None = None) -> tuple[int, ...]:
     """The checksums of layers `first` to before `stop`, or the last, of a payload that is in memory as far as that."""
-    bounds = geo.bounds[first:] if stop is None else geo.bounds[first : stop + 1]
-    take = xxhash.xxh3_64_intdigest
-    return tuple([take(payload[begin:end]) for begin, end in itertools.pairwise(bounds)])
+    return hashing.checksums(payload, geo.bounds[first:] if stop is None else geo.bounds[first : stop + 1])
 
 
 def verify_payload(geo: Geometry, facts: Facts, chunk: memoryview) -> None:

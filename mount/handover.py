@@ -3,7 +3,7 @@
 `isolated` clients write into a window, memory of their own session, from which the daemon copies: whatever a client
 does, it cannot alter what others read. `trusted` ones, of the daemon's own user, get the arena writable and write each
 chunk where it will stay; that saves a copy, and only their good behaviour protects what is stored. Both have a budget of
-bytes in flight, and either way nothing is visible before its checksums were verified here.
+bytes in flight, and either way nothing is visible before its checksums were verified, or taken, here.
 
 Concurrency: belongs to the event loop's thread; copies and checks run in threads of the store.
 """

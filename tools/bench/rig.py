@@ -190,7 +190,7 @@ def store(client: Client, prompt: Prompt, source: memoryview) -> float:
     """Store a prompt whose payloads lie one after the other in `source`; returns seconds as the engine sees them."""
     geo = geometry(client.namespace, TOKENS_PER_CHUNK)
     size = geo.payload_bytes
-    group = max(1, WINDOW_BYTES // 8 // geo.file_bytes)
+    group = max(1, WINDOW_BYTES // 4 // geo.file_bytes)
     most = (
         WINDOW_BYTES // (group * align(size)) - 2
     )  # that may be on their way to be visible; one is filled, one reserved
