@@ -8,8 +8,8 @@
 
 ``__metadata__`` comes first in the JSON; its values are strings of fixed width, in the order of `_FIELDS`, so the size
 of a header follows from the namespace and the number of tokens alone. The header of a chunk is the *only* header its
-facts can have: `parse_header` rebuilds it from the facts it read and compares every byte. ``layers_xxh3_64`` holds one
-checksum a layer, so that a layer can be used before the rest has arrived; ``facts_xxh3_128`` covers the other facts.
+facts can have: `parse_header` takes one text for each fact and knows every byte beside them. ``layers_xxh3_64`` holds
+one checksum a layer, so that a layer can be used before the rest has arrived; ``facts_xxh3_128`` covers the facts.
 
 Never change a value here without a new `FORMAT`: files and volumes of every earlier version stay readable.
 """
@@ -25,8 +25,9 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from kvfs import hashing
 from kvfs.errors import CorruptChunk, UsageError
-from kvfs.keys import CHAIN_BYTES, KEY_BYTES, ChainHash, Key, key_of
+from kvfs.keys import KEY_BYTES, ChainHash, Key, key_of
 from kvfs.namespace import DTYPE_BYTES, Namespace
 
 FORMAT = "kvfs-chunk/1"
@@ -43,6 +44,9 @@ _FIELDS = (
 )  # fmt: skip
 _BEGIN = f'{{"__metadata__":{{"format":"{FORMAT}",'.encode()
 _RANK = re.compile(rb"(\d{5})of(\d{5})")
+_FACTS_AT = _PREFIX.size + len('{"__metadata__":{')
+_NUM_TOKENS_AT = _FACTS_AT + sum(len(f'"{name}":"",') + width for name, width in _FIELDS[:7]) + len('"num_tokens":"')
+_NUM_TOKENS_DIGITS = dict(_FIELDS)["num_tokens"]
 _FILE_NAME = re.compile(rf"^([0-9a-f]{{{2 * KEY_BYTES}}}){re.escape(SUFFIX)}$")
 
 
@@ -110,6 +114,7 @@ class Geometry:
     Attributes:
         layers: for each layer, its tensors in order; the layer's bytes are contiguous.
         header_bytes, payload_bytes, pad_bytes: the three parts of the file, in this order.
+        bounds: where each layer begins, in bytes from the start of the payload, and where the last one ends.
     """
 
     namespace: Namespace
@@ -118,7 +123,10 @@ class Geometry:
     header_bytes: int
     payload_bytes: int
     pad_bytes: int
+    bounds: tuple[int, ...]
+    _facts: str  # the fields of __metadata__, to be filled in with %
     _metadata_bytes: int
+    _head: re.Pattern[bytes]  # the header up to the tail, with a group for each fact that differs
     _tail: bytes  # the JSON behind __metadata__, the same for every chunk, with its spaces
 
     @property
@@ -169,36 +177,69 @@ def _geometry(namespace: Namespace, num_tokens: int) -> Geometry:
     if pad:
         tensors["kvfs.pad"] = _describe(TensorPlace("kvfs.pad", "U8", (pad,), offset, offset + pad))
     tail = b"," + msgspec.json.encode(tensors)[1:]
-    metadata_bytes = len(_encode_metadata([("0" * width) for _, width in _FIELDS], "0" * _CHECKSUM_HEX * len(layers)))
+    template = _metadata_template(namespace)
+    metadata_bytes = len(_encode_metadata(template, ("0" * 64, "0" * 32, "0" * 32, 0, 0, 0, "00" * 8 * len(layers))))
     header_bytes = align(_PREFIX.size + metadata_bytes + len(tail))
     if header_bytes > MAX_HEADER_BYTES:
         raise UsageError("headers of this namespace would exceed 4 MiB")
     tail += b" " * (header_bytes - _PREFIX.size - metadata_bytes - len(tail))
-    return Geometry(namespace, num_tokens, tuple(layers), header_bytes, offset, pad, metadata_bytes, tail)
+    bounds = (*(places[0].begin for places in layers), offset)
+    return Geometry(
+        namespace, num_tokens, tuple(layers), header_bytes, offset, pad, bounds, template, metadata_bytes,
+        _head_pattern(namespace, num_tokens, header_bytes), tail,
+    )  # fmt: skip
 
 
 def _describe(place: TensorPlace) -> dict[str, object]:
     return {"dtype": place.dtype, "shape": place.shape, "data_offsets": (place.begin, place.end)}
 
 
-def _encode_metadata(values: list[str], checksums: str) -> bytes:
-    facts = ",".join(f'"{name}":"{value}"' for (name, _), value in zip(_FIELDS, values, strict=True))
-    facts += f',"layers_xxh3_64":"{checksums}"'
-    digest = xxhash.xxh3_128_hexdigest(facts.encode())
-    return f'{{"__metadata__":{{{facts},"facts_xxh3_128":"{digest}"}}'.encode()
+def _fixed_facts(namespace: Namespace) -> dict[str, str]:
+    """The facts that all chunks of a namespace share."""
+    rank = f"{namespace.rank:05d}of{namespace.num_ranks:05d}"
+    return {"format": FORMAT, "fingerprint": namespace.fingerprint_hex, "rank": rank}
+
+
+def _metadata_template(namespace: Namespace) -> str:
+    """The text of the facts before their digest, with a % conversion for each that differs from chunk to chunk."""
+    fixed = _fixed_facts(namespace)
+    numbers = ("position", "num_tokens", "created_ns")
+    values = [(name, fixed.get(name, f"%0{width}d" if name in numbers else "%s")) for name, width in _FIELDS]
+    return ",".join(f'"{name}":"{value}"' for name, value in [*values, ("layers_xxh3_64", "%s")])
+
+
+def _encode_metadata(template: str, values: tuple[str, str, str, int, int, int, str]) -> bytes:
+    facts = (template % values).encode()
+    digest = xxhash.xxh3_128_hexdigest(facts).encode()
+    return b'{"__metadata__":{%b,"facts_xxh3_128":"%b"}' % (facts, digest)
+
+
+def _head_pattern(namespace: Namespace, num_tokens: int, header_bytes: int) -> re.Pattern[bytes]:
+    """What every header of these chunks matches up to its tail. Groups: all facts, chain, its head, parent, position,
+    created_ns, checksums, digest of the facts.
+    """
+    varying = {
+        "chain": "(([0-9a-f]{32})[0-9a-f]{32})", "key": r"\3", "parent": "([0-9a-f]{32})", "position": "([0-9]{10})",
+        "num_tokens": f"{num_tokens:06d}", "created_ns": "([0-9]{20})",
+    }  # fmt: skip
+    texts = {name: re.escape(text) for name, text in _fixed_facts(namespace).items()} | varying
+    texts["layers_xxh3_64"] = f"([0-9a-f]{{{_CHECKSUM_HEX * namespace.num_layers}}})"
+    facts = ",".join(f'"{name}":"{text}"' for name, text in texts.items())
+    prefix = re.escape(_PREFIX.pack(header_bytes - _PREFIX.size))
+    return re.compile(
+        prefix + f'{{"__metadata__":{{({facts}),"facts_xxh3_128":"([0-9a-f]{{32}})"}}'.encode(), re.DOTALL
+    )
 
 
 def build_header(geo: Geometry, facts: Facts) -> bytes:
     """The header of the chunk with these facts, `geo.header_bytes` long."""
-    namespace = geo.namespace
     if len(facts.checksums) != len(geo.layers) or facts.num_tokens != geo.num_tokens:
         raise UsageError("these facts are of a chunk with another geometry")
-    values = [
-        FORMAT, namespace.fingerprint_hex, f"{namespace.rank:05d}of{namespace.num_ranks:05d}",
-        facts.chain.hex(), facts.key.hex(), facts.parent.hex(), f"{facts.position:010d}", f"{facts.num_tokens:06d}",
-        f"{facts.created_ns:020d}",
-    ]  # fmt: skip
-    metadata = _encode_metadata(values, "".join(f"{checksum:016x}" for checksum in facts.checksums))
+    values = (
+        facts.chain.hex(), facts.key.hex(), facts.parent.hex(), facts.position, facts.num_tokens, facts.created_ns,
+        struct.pack(f">{len(facts.checksums)}Q", *facts.checksums).hex(),
+    )  # fmt: skip
+    metadata = _encode_metadata(geo._facts, values)
     if len(metadata) != geo._metadata_bytes:
         raise UsageError("a fact does not fit its field")
     return _PREFIX.pack(geo.header_bytes - _PREFIX.size) + metadata + geo._tail
@@ -210,41 +251,28 @@ def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> t
     Raises CorruptChunk unless the header is, byte for byte, the one that the namespace's chunk with these facts has.
     """
     view = memoryview(raw)
-    facts = _read_facts(namespace, view)
+    text = bytes(view[_NUM_TOKENS_AT : _NUM_TOKENS_AT + _NUM_TOKENS_DIGITS])
+    if len(text) != _NUM_TOKENS_DIGITS or not text.isdigit():
+        raise CorruptChunk("not a chunk header of this namespace")
     try:
-        geo = geometry(namespace, facts.num_tokens)
-        expected = build_header(geo, facts)
+        geo = geometry(namespace, int(text))
     except UsageError as error:
         raise CorruptChunk(f"impossible facts in a chunk header: {error}") from error
-    if bytes(view[: geo.header_bytes]) != expected:
-        raise CorruptChunk("the header is not the one its facts call for")
-    return geo, facts
-
-
-def _read_facts(namespace: Namespace, view: memoryview) -> Facts:
-    """The facts that `view` claims; every one is bounded by its fixed width before it is converted."""
-    offset = _PREFIX.size + len('{"__metadata__":{')
-    texts = {}
-    for name, width in (*_FIELDS, ("layers_xxh3_64", _CHECKSUM_HEX * namespace.num_layers)):
-        offset += len(f'"{name}":"')
-        texts[name] = bytes(view[offset : offset + width])
-        offset += width + len('",')
-    try:
-        chain = bytes.fromhex(texts["chain"].decode())
-        parent = bytes.fromhex(texts["parent"].decode())
-        if len(chain) != CHAIN_BYTES or len(parent) != KEY_BYTES:
-            raise ValueError("short header")
-        packed = bytes.fromhex(texts["layers_xxh3_64"].decode())
-        return Facts(
-            chain=ChainHash(chain),
-            parent=Key(parent),
-            position=int(texts["position"]),
-            num_tokens=int(texts["num_tokens"]),
-            created_ns=int(texts["created_ns"]),
-            checksums=struct.unpack(f">{namespace.num_layers}Q", packed),
-        )
-    except (ValueError, struct.error) as error:
-        raise CorruptChunk("not a chunk header of this namespace") from error
+    header = bytes(view[: geo.header_bytes])
+    found = geo._head.match(header)
+    if found is None or header[found.end() :] != geo._tail:
+        raise CorruptChunk("not a chunk header of this namespace")
+    facts, chain, _, parent, position, created_ns, checksums, digest = found.groups()
+    if xxhash.xxh3_128_hexdigest(facts).encode() != digest:
+        raise CorruptChunk("the facts in a chunk header do not have their checksum")
+    return geo, Facts(
+        ChainHash(bytes.fromhex(chain.decode())),
+        Key(bytes.fromhex(parent.decode())),
+        int(position),
+        geo.num_tokens,
+        int(created_ns),
+        struct.unpack(f">{len(geo.layers)}Q", bytes.fromhex(checksums.decode())),
+    )
 
 
 class Claim(NamedTuple):
@@ -279,13 +307,24 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+def layer_checksums(geo: Geometry, payload: memoryview, first: int = 0, stop: int | None = None) -> tuple[int, ...]:
+    """The checksums of layers `first` to before `stop`, or the last, of a payload that is in memory as far as that."""
+    return hashing.checksums(payload, geo.bounds[first:] if stop is None else geo.bounds[first : stop + 1])
+
+
 def verify_payload(geo: Geometry, facts: Facts, chunk: memoryview) -> None:
     """Check the layers and the pad of a whole chunk in memory; raises CorruptChunk for the first that is wrong."""
-    for layer, expected in enumerate(facts.checksums):
-        begin, end = geo.layer_range(layer)
-        if checksum(chunk[begin:end]) != expected:
-            raise CorruptChunk(f"layer {layer} does not have its checksum")
+    verify_layers(geo, facts, chunk, 0, len(geo.layers))
     verify_pad(geo, chunk)
+
+
+def verify_layers(geo: Geometry, facts: Facts, chunk: memoryview, first: int, stop: int) -> None:
+    """Check layers `first` to before `stop` of a chunk file; raises CorruptChunk for the first that is wrong."""
+    found = layer_checksums(geo, chunk[geo.header_bytes :], first, stop)
+    expected = facts.checksums[first:stop]
+    if found != expected:
+        layer = first + next(i for i, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other)
+        raise CorruptChunk(f"layer {layer} does not have its checksum")
 
 
 def verify_pad(geo: Geometry, chunk: memoryview) -> None:

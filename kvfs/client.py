@@ -25,7 +25,7 @@ from kvfs import messages as m
 from kvfs.chunk import geometry
 from kvfs.connection import Connection, find_socket
 from kvfs.errors import KvfsError, UnavailableError, UsageError
-from kvfs.handing_over import Publishing, Reservation
+from kvfs.handing_over import Publishing, Reservation, Reserving
 from kvfs.keys import ChainHash, key_of
 from kvfs.loading import Load
 from kvfs.messages import NewChunk, StoreStatus, Tier
@@ -34,7 +34,6 @@ from kvfs.namespace import Namespace
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-_MAX_CHUNKS_A_MESSAGE = 128
 
 
 @dataclass(slots=True)
@@ -58,10 +57,10 @@ class Lease:
     _connection: Connection | None = None
 
     def release(self) -> None:
-        """End the lease; more than once is harmless."""
+        """End the lease, without waiting for the daemon; more than once is harmless."""
         connection, self._connection = self._connection, None
         if connection is not None and self._number:
-            connection.post(m.Release(connection.next_id(), self._number))
+            connection.tell(m.Release(connection.next_id(), self._number))
 
     def __enter__(self) -> Self:
         return self
@@ -234,26 +233,19 @@ class Client:
 
     def store(self, chunks: Sequence[NewChunk]) -> list[Reservation]:
         """Reserve room for chunks; see `Reservation`. A failing cache, or a full window, refuses."""
+        return self.store_later(chunks).wait()
+
+    def store_later(self, chunks: Sequence[NewChunk]) -> Reserving:
+        """The same, without waiting: fill what was reserved before, then `Reserving.wait`."""
         reservations = [Reservation(chunk, geometry(self.namespace, chunk.num_tokens)) for chunk in chunks]
+        reserving = Reserving(reservations, self._failed, self._were_refused)
         connection = self._attached()
-        if connection is None:
-            return reservations
-        try:
-            window = connection.window(self._window_bytes, self.deadline_s)
-            for start in range(0, len(chunks), _MAX_CHUNKS_A_MESSAGE):
-                part = reservations[start : start + _MAX_CHUNKS_A_MESSAGE]
-                request = m.Store(connection.next_id(), tuple(reservation.chunk for reservation in part))
-                slots = connection.ask(request, m.Slots, self.deadline_s).slots
-                for reservation, slot in zip(part, slots, strict=True):
-                    reservation.status = slot.status
-                    if slot.status is StoreStatus.STORED:
-                        end = slot.offset + reservation.geometry.payload_bytes
-                        reservation.payload = window[slot.offset : end]
-                        reservation.connection = connection
-        except KvfsError as error:
-            self._failed(error)
-        self.statistics.refused += sum(reservation.status is StoreStatus.REFUSED for reservation in reservations)
-        return reservations
+        if connection is not None:
+            reserving.begin(connection, self._window_bytes, self.deadline_s)
+        return reserving
+
+    def _were_refused(self, num_chunks: int) -> None:
+        self.statistics.refused += num_chunks
 
     def publish(self, reservations: Sequence[Reservation]) -> list[StoreStatus]:
         """Make filled reservations visible; the status of each is updated and returned. A failing cache refuses.
@@ -306,6 +298,7 @@ __all__ = [
     "NewChunk",
     "Publishing",
     "Reservation",
+    "Reserving",
     "StoreStatus",
     "Tier",
     "new_chunk",

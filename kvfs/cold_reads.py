@@ -9,7 +9,7 @@ Concurrency: belongs to the event loop's thread; single flight by the event in e
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import trio
@@ -51,6 +51,13 @@ class ColdReads:
     def forget(self, chunk: Chunk) -> None:
         """Nobody has the chunk open any more."""
         self._buffers.pop(chunk, None)
+
+    def forget_idle(self, chunks: Iterable[Chunk]) -> None:
+        """The same for those of `chunks` that nobody holds."""
+        if self._buffers:
+            for chunk in chunks:
+                if not chunk.leases:
+                    self.forget(chunk)
 
     async def read(self, chunk: Chunk) -> memoryview:
         """The whole verified file of a leased chunk. Raises CorruptChunk (it was dropped) or UnavailableError."""

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 R = TypeVar("R", bound=m.Reply)
 SESSION_LINK = Path(".kvfs") / "session"
 _MAX_FDS = 2
+_MAX_IGNORED = 64
 
 
 def find_socket(mount: Path, deadline_s: float) -> str:
@@ -104,6 +105,7 @@ class Connection:
         self._holding = threading.Lock()
         self._early: dict[int, deque[m.AnyReply]] = {}  # replies that came while another was awaited
         self._awaited: set[int] = set()  # requests whose reply will be asked for later
+        self._ignored: set[int] = set()  # requests whose reply will be dropped
 
     @classmethod
     def open(cls, path: str, namespace: Namespace, name: str, deadline_s: float) -> Connection:
@@ -156,6 +158,21 @@ class Connection:
         """Send a request whose reply says nothing; a broken connection has given back everything anyway."""
         with contextlib.suppress(UnavailableError, UsageError):
             self.ask(request, m.Done, 1.0)
+
+    def tell(self, request: m.Request) -> None:
+        """Send a request without waiting: its reply, which says nothing, is dropped when it comes.
+
+        (After a pause it takes the daemon 0.4 ms to wake up and answer, 5 % of the load that ended.)
+        """
+        with contextlib.suppress(UnavailableError, UsageError):
+            deadline = time.monotonic() + 1.0
+            with self.turn(deadline):
+                if len(self._ignored) >= _MAX_IGNORED:  # else they would fill the socket
+                    oldest = min(self._ignored)
+                    self._ignored.discard(oldest)
+                    self._receive(oldest, m.Done, deadline)
+                self._send(request, 1.0)
+                self._ignored.add(request.id)
 
     @contextlib.contextmanager
     def turn(self, deadline: float) -> Iterator[None]:
@@ -213,6 +230,9 @@ class Connection:
                     raise UnavailableError("the session has ended")
                 packet, fds = self._receive_packet(deadline)
                 answer = self._decode(packet)
+                if answer.id in self._ignored:
+                    self._ignored.discard(answer.id)
+                    continue
             if isinstance(answer, m.Failure) and answer.id in (id_, 0):
                 raise UsageError(answer.message)
             if answer.id == id_ and isinstance(answer, kind):

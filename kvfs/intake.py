@@ -1,15 +1,19 @@
-"""Intake: a payload that a client handed over, on its way to being a chunk in the arena; every layer is verified."""
+"""Intake: a payload that a client handed over, on its way to being a chunk in the arena.
+
+Every layer is checked against the client's checksum; where the client sent none, the checksum is taken here.
+"""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from dataclasses import dataclass
 
 import xxhash
 
 from kvfs.catalog import ChunkTable
-from kvfs.chunk import Facts, Geometry, build_header, checksum
+from kvfs.chunk import Facts, Geometry, build_header, layer_checksums
 from kvfs.keys import Key
 from kvfs.messages import NewChunk
 
@@ -45,7 +49,7 @@ Source = WindowSlot | InPlace
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """A reserved chunk whose client says that its payload is complete and has these checksums, one a layer."""
+    """A reserved chunk whose client says that its payload is complete and has these checksums, one a layer, or none."""
 
     reservation: Reservation
     source: Source
@@ -55,29 +59,29 @@ class Handed:
 def receive(geo: Geometry, facts: Facts, source: Source, target: memoryview) -> bool:
     """Make `target`, an extent of the arena, the chunk whose payload lies in `source`.
 
-    Returns whether every layer has the checksum that `facts` gives for it. Runs in a thread. Raises OSError, and
-    UsageError for facts that do not fit the geometry.
+    Returns whether every layer has the checksum that `facts` gives for it, if it gives any. Runs in a thread. Raises
+    OSError, and UsageError for facts that do not fit the geometry.
     """
-    target[: geo.header_bytes] = build_header(geo, facts)
-    for layer, expected in enumerate(facts.checksums):
-        begin, end = geo.layer_range(layer)
-        if isinstance(source, InPlace):
-            found = checksum(target[begin:end])
-        else:
-            found = _copy(source.fd, source.offset - geo.header_bytes, begin, end, target)
-        if found != expected:
-            return False
+    payload = target[geo.header_bytes : geo.header_bytes + geo.payload_bytes]
+    if isinstance(source, InPlace):
+        found = layer_checksums(geo, payload)
+    else:
+        found = tuple([_copy(source, begin, end, payload) for begin, end in itertools.pairwise(geo.bounds)])
+    if facts.checksums and facts.checksums != found:
+        return False
     if geo.pad_bytes:
         target[geo.header_bytes + geo.payload_bytes : geo.file_bytes] = bytes(geo.pad_bytes)
+    whole = Facts(facts.chain, facts.parent, facts.position, facts.num_tokens, facts.created_ns, found)
+    target[: geo.header_bytes] = build_header(geo, whole)
     return True
 
 
-def _copy(fd: int, shift: int, begin: int, end: int, target: memoryview) -> int:
-    """Copy one layer from a window; returns its checksum."""
+def _copy(source: WindowSlot, begin: int, end: int, payload: memoryview) -> int:
+    """Copy one layer from a window; returns the checksum of the copy."""
     digest = xxhash.xxh3_64()
     for start in range(begin, end, _PIECE_BYTES):
-        piece = target[start : min(start + _PIECE_BYTES, end)]
-        _read_exactly(fd, piece, start + shift)
+        piece = payload[start : min(start + _PIECE_BYTES, end)]
+        _read_exactly(source.fd, piece, source.offset + start)
         digest.update(piece)
     return digest.intdigest()
 

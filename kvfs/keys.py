@@ -120,11 +120,14 @@ class KeyChain:
         if self._rest:
             view = memoryview(self._rest + bytes(view))
         step = self.tokens_per_chunk * TOKEN_BYTES
-        previous = self.parent_of(len(self.chains))
+        previous: Any = self.parent_of(len(self.chains))
         whole = view.nbytes - view.nbytes % step
-        for start in range(0, whole, step):
-            previous = extend(previous, view[start : start + step])
-            self.chains.append(previous)
+        add, sha256 = self.chains.append, hashlib.sha256
+        for start in range(0, whole, step):  # `extend`, written out: its calls are a seventh of the time
+            digest = sha256(previous)
+            digest.update(view[start : start + step])
+            previous = digest.digest()
+            add(previous)
         self._rest = bytes(view[whole:])
 
     def parent_of(self, position: int) -> ChainHash:
@@ -150,4 +153,5 @@ def split(packed: bytes) -> list[Key]:
     """The keys in a buffer; raises UsageError if it is not a whole number of them."""
     if len(packed) % KEY_BYTES:
         raise UsageError("not a whole number of keys")
-    return [Key(packed[i : i + KEY_BYTES]) for i in range(0, len(packed), KEY_BYTES)]
+    cut: list[Any] = [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
+    return cut  # without a call for each: a match has hundreds

@@ -1,4 +1,4 @@
-"""A load: chunks that a client may read, layer by layer, each layer verified before it is given out.
+"""A load: chunks that a client may read, layer by layer or whole, each layer verified before it is given out.
 
 Bytes in the arena are looked at in place; nobody but the daemon can write them, and the lease keeps them. Bytes that
 found no room in RAM are read from the volume, past the page cache, into memory of this load.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
 from kvfs import messages as m
 from kvfs.chunk import ALIGNMENT, Facts, Geometry, align, checksum, parse_header
 from kvfs.connection import Connection
-from kvfs.errors import CorruptChunk, KvfsError, UnavailableError
+from kvfs.copying import copy_layers
+from kvfs.errors import CorruptChunk, KvfsError, UnavailableError, UsageError
 from kvfs.keys import ChainHash
 from kvfs.messages import Tier
 from kvfs.namespace import Namespace
@@ -47,6 +48,10 @@ class Load:
         self._lease = reply.lease
         self._placements = reply.placements
         self._num_layers = reply.num_layers  # below which all chunks have arrived
+        self._layers = [  # the same of each chunk: of what was in RAM, or is read here, all have
+            reply.num_layers if place.tier is Tier.RAM and place.source is Tier.NVME else namespace.num_layers
+            for place in reply.placements
+        ]
         self._deadline = deadline
         self._failed: set[int] = set()
         self._headers: dict[int, tuple[Geometry, Facts, memoryview]] = {}
@@ -92,15 +97,57 @@ class Load:
             raise CorruptChunk(f"layer {layer} of chunk {self._chains[index][:16].hex()} does not have its checksum")
         return found
 
+    def copy(self, index: int, target: memoryview, first: int = 0, stop: int | None = None) -> int:
+        """Copy layers `first` to before `stop` (or the last) of one chunk to the start of `target`, verified there.
+
+        Waits until they have arrived; returns how many bytes they have. Far faster than `layer` where layers are small.
+        Raises as `layer` does, and what was copied is worth nothing then; UsageError if `target` is too short.
+        """
+        stop = self._namespace.num_layers if stop is None else stop
+        self._wait_for(index, stop)
+        geo, facts, view = self._header(index)
+        begin, size = geo.bounds[first], geo.bounds[stop] - geo.bounds[first]
+        if len(target) < size:
+            raise UsageError(f"{size} bytes do not fit into {len(target)}")
+        found = copy_layers(geo, first, stop, view[geo.header_bytes + begin :], target)
+        if tuple(found) != facts.checksums[first:stop]:
+            self._suspect(index)
+            raise CorruptChunk(f"a layer of chunk {self._chains[index][:16].hex()} does not have its checksum")
+        return size
+
     def wait(self, layers: int) -> None:
         """Wait until so many layers of all chunks have arrived, as far as they could be read."""
         with self._lock:
             while self._num_layers < layers:
                 self._receive_arrival()
 
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """What to `copy`, as it arrives: (index, first, stop), each layer of each stored chunk in one of them.
+
+        Of a chunk that cannot be read there is a part too: its `copy` raises. Raises UnavailableError when the deadline
+        has passed.
+        """
+        num_layers = self._namespace.num_layers
+        left = {index: 0 for index, source in enumerate(self.sources) if source is not Tier.NONE}
+        while True:
+            for index, first in list(left.items()):
+                stop = self._layers[index]
+                if stop > first:
+                    left[index] = stop
+                    yield index, first, stop
+                if stop == num_layers:
+                    del left[index]
+            if not left:
+                return
+            with self._lock:
+                if not any(self._layers[index] > first for index, first in left.items()):
+                    self._receive_arrival()
+
     def _wait_for(self, index: int, layers: int) -> None:
-        if self._num_layers < layers:
-            self.wait(layers)
+        if self._layers[index] < layers:
+            with self._lock:
+                while self._layers[index] < layers:
+                    self._receive_arrival()
         if index in self._failed:
             raise UnavailableError(f"chunk {self._chains[index][:16].hex()} could not be read")
 
@@ -111,8 +158,14 @@ class Load:
         deadline = self._deadline + 0.2
         with connection.turn(deadline):
             arrived = connection.receive(self._id, m.Arrived, deadline)
-        self._num_layers = max(self._num_layers, arrived.num_layers)
         self._failed.update(arrived.failed)
+        for index in arrived.failed:
+            self._layers[index] = self._namespace.num_layers
+        for index, layers in arrived.ahead:
+            self._layers[index] = max(self._layers[index], layers)
+        if arrived.num_layers > self._num_layers:
+            self._num_layers = arrived.num_layers
+            self._layers = [max(layers, arrived.num_layers) for layers in self._layers]
 
     def _header(self, index: int) -> tuple[Geometry, Facts, memoryview]:
         known = self._headers.get(index)
@@ -167,7 +220,7 @@ class Load:
             connection.give_up()  # its end gives everything back
         else:
             if self._lease:
-                connection.post(m.Release(connection.next_id(), self._lease))
+                connection.tell(m.Release(connection.next_id(), self._lease))
         finally:
             connection.let_go()
 

@@ -18,7 +18,7 @@ import msgspec
 
 from kvfs.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2  # 2: a chunk may be published without checksums; `Arrived` names the chunks that are ahead
 MAX_MESSAGE_BYTES = 160 * 1024
 MAX_BATCH = 4096
 
@@ -40,7 +40,7 @@ class StoreStatus(IntEnum):
     """What became of one chunk of a `Store` or a `Publish`.
 
     STORED: the slot is reserved (Store), the chunk is visible (Publish). EXISTS: somebody stored it already. REFUSED:
-    there is no room now; recompute next time. BAD: the bytes in the window do not have the checksums that were sent.
+    there is no room now; recompute next time. BAD: the bytes in the slot do not have the checksums that were sent.
     UNKNOWN: a `Publish` of what was never reserved.
     """
 
@@ -124,7 +124,10 @@ class Store(Request, frozen=True, tag="store"):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A chunk whose payload lies in its slot, with the xxh3_64 of each layer, big-endian, one after the other."""
+    """A chunk whose payload lies in its slot, with the xxh3_64 of each layer, big-endian, one after the other.
+
+    Without checksums the daemon takes those of the bytes that it finds.
+    """
 
     key: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     checksums: Annotated[bytes, msgspec.Meta(max_length=8 * 1024)]
@@ -200,10 +203,14 @@ class Loaded(Reply, frozen=True, tag="loaded"):
 
 
 class Arrived(Reply, frozen=True, tag="arrived"):
-    """Layers below `num_layers` of all chunks are readable now, but for the chunks (by index) in `failed`."""
+    """Layers below `num_layers` of all chunks are readable now, but for the chunks (by index) in `failed`.
+
+    `ahead` has (index, layers) for chunks of which more came since the last message: their layers below `layers`.
+    """
 
     num_layers: int
     failed: tuple[int, ...]
+    ahead: tuple[tuple[int, int], ...]
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -12,15 +12,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import trio
 
 from kvfs.catalog import Chunk
-from kvfs.chunk import geometry
 from kvfs.errors import CorruptChunk, KvfsError, UnavailableError
 from kvfs.residency import Residency
-from kvfs.tiers.nvme import NvmeTier, slices, verify
+from kvfs.tiers.nvme import NvmeTier, Slice, verify
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +33,19 @@ class Promotion:
         layers: how many layers from the first are there, verified.
         error: why it failed, once it did.
         num_left: pieces that are not read yet, or given up.
+        watchers: called with the promotion when a piece of it has ended.
         has_header, has_failed: set, from a thread, when the first piece is there or given up; when any was given up.
     """
 
-    def __init__(self, chunk: Chunk, offset: int, buffer: memoryview) -> None:
+    def __init__(self, chunk: Chunk, offset: int, buffer: memoryview, pieces: Sequence[Slice]) -> None:
         self.chunk = chunk
         self.offset = offset
         self.buffer = buffer
-        self.pieces = list(slices(geometry(chunk.table.namespace, chunk.num_tokens)))
+        self.pieces = pieces
         self.layers = 0
         self.error: KvfsError | None = None
         self.num_left = len(self.pieces)
+        self.watchers: set[Callable[[Promotion], None]] = set()
         self.has_header = threading.Event()
         self.has_failed = False
         self._is_there = [False] * len(self.pieces)
@@ -67,6 +68,8 @@ class Promotion:
         """Wake whoever waits."""
         self._changed.set()
         self._changed = trio.Event()
+        for watcher in self.watchers:
+            watcher(self)
 
 
 class Promoter:
@@ -92,7 +95,8 @@ class Promoter:
                     self._residency.release(chunk)
                 else:
                     buffer = self._residency.ram.view(offset, chunk.length)
-                    promotion = self._under_way[chunk] = Promotion(chunk, offset, buffer)
+                    pieces = self._nvme.pieces(chunk)
+                    promotion = self._under_way[chunk] = Promotion(chunk, offset, buffer, pieces)
                     begun.append(promotion)
             promotions.append(promotion)
         if begun:

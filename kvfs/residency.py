@@ -95,6 +95,21 @@ class Residency:
         if chunk.is_removed:
             self._give_back(chunk)
 
+    def lease_all(self, chunks: Collection[Chunk]) -> None:
+        """Hold many at once: a match has hundreds, and its client waits."""
+        for chunk in chunks:
+            chunk.leases += 1
+        self.num_leases += len(chunks)
+
+    def release_all(self, chunks: Collection[Chunk]) -> None:
+        """End one hold of each."""
+        for chunk in chunks:
+            if chunk.leases == 1 and (chunk.is_removed or self._unfinished):
+                self.release(chunk)
+            else:
+                chunk.leases -= 1
+                self.num_leases -= 1
+
     def free_with_last_lease(self, chunk: Chunk, offset: int) -> None:
         """Give back an extent of the arena into which a leased chunk was read in part: holders may look at that part."""
         self._unfinished.setdefault(chunk, []).append(offset)

@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 _SAVE_USE_EVERY_S = 10.0
 _FLUSH_AT_END_S = 60.0
+_BYTES_A_THREAD = (
+    64 << 20
+)  # of a publish: a thread more for less takes the core from the engine that is to fill the next
 _MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and stays when its last chunk goes
 
 
@@ -127,12 +130,11 @@ class Store:
     def match(self, table: ChunkTable, keys: Sequence[Key]) -> list[Chunk]:
         """The chunks of the longest stored prefix of `keys`, leased."""
         found: list[Chunk] = []
-        for key in keys:
-            chunk = table.chunks.get(key)
+        for chunk in map(table.chunks.get, keys):
             if chunk is None:
                 break
-            self._residency.lease(chunk)
             found.append(chunk)
+        self._residency.lease_all(found)
         self.counters.matches += 1
         self.counters.matched_chunks += len(found)
         return found
@@ -147,6 +149,16 @@ class Store:
         if not chunk.leases and self._cold is not None:
             self._cold.forget(chunk)
 
+    def lease_all(self, chunks: Collection[Chunk]) -> None:
+        """Hold the bytes of many."""
+        self._residency.lease_all(chunks)
+
+    def release_all(self, chunks: Collection[Chunk]) -> None:
+        """End one hold of each."""
+        self._residency.release_all(chunks)
+        if self._cold is not None:
+            self._cold.forget_idle(chunks)
+
     def promote(self, chunks: Iterable[Chunk]) -> list[Promotion | None]:
         """Bring leased chunks that are on NVMe only into RAM; None where there is no room."""
         assert self._promoter is not None
@@ -155,14 +167,13 @@ class Store:
     def touch(self, chunks: Sequence[Chunk], sources: Sequence[Tier]) -> None:
         """An engine loaded these chunks of one chain, head first. Call it after the reply is out."""
         now_ns = self.system.time_ns()
-        for chunk, source in zip(chunks, sources, strict=True):
+        for chunk in chunks:
             chunk.hits += 1
             chunk.last_used_ns = now_ns
-            self.counters.loaded_bytes += chunk.length
-            if source is Tier.RAM:
-                self.counters.loads_ram += 1
-            else:
-                self.counters.loads_nvme += 1
+        num_ram = sources.count(Tier.RAM)
+        self.counters.loads_ram += num_ram
+        self.counters.loads_nvme += len(chunks) - num_ram
+        self.counters.loaded_bytes += sum([chunk.length for chunk in chunks])
         self._residency.ram.policy.touch(chunks)
         if self._residency.nvme is not None:
             self._residency.nvme.policy.touch(chunks)
@@ -270,13 +281,14 @@ class Store:
         self.counters.stores_aborted += 1
         self._free_reserved(reservation)
 
-    async def publish(self, chunks: Sequence[Handed]) -> list[StoreStatus]:
+    async def publish(self, chunks: Sequence[Handed], turn: trio.Event | None = None) -> list[StoreStatus]:
         """Bring the payloads of chunks to their places, verify them and make them visible, in the order given.
 
-        They are received side by side, and become visible together: a chunk that came before its parent would head a
-        prefix of its own. The reservations are used up, whatever happens.
+        They are received side by side, and become visible together, after `turn`, which has to come: a chunk that came
+        before its parent would head a prefix of its own. The reservations are used up, whatever happens.
         """
         created_ns = self.system.time_ns()
+        num_bytes = sum(handed.reservation.geometry.payload_bytes for handed in chunks)
         queue = deque(enumerate(chunks))
         is_good = [False] * len(chunks)
 
@@ -290,8 +302,10 @@ class Store:
 
         with trio.CancelScope(shield=True):  # a thread that writes into the arena is never abandoned
             async with trio.open_nursery() as nursery:
-                for _ in range(min(len(chunks), int(self._copies.total_tokens))):
+                for _ in range(min(len(chunks), int(self._copies.total_tokens), 1 + num_bytes // _BYTES_A_THREAD)):
                     nursery.start_soon(partial(trio.to_thread.run_sync, receive_some, limiter=self._copies))
+            if turn is not None:
+                await turn.wait()
         return [
             self._settle(handed.reservation, created_ns, good) for handed, good in zip(chunks, is_good, strict=True)
         ]

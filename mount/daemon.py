@@ -34,9 +34,11 @@ from kvfs.store import Store
 
 logger = logging.getLogger(__name__)
 
-SWITCH_INTERVAL_S = 0.0002
+SWITCH_INTERVAL_S = 0.00005
 """How long a thread may keep the interpreter when the event loop wants it. xxhash gives it up for long inputs only: at
-Python's 5 ms a request waits 5.7 ms behind the checksums of 64 KiB layers, at this 0.8 ms (measured)."""
+Python's 5 ms a request waits 5.7 ms behind the checksums of 64 KiB layers, at 0.2 ms 0.8 ms (measured). Each message
+that is received or sent while checksums are taken waits once: at 0.2 ms, stores of 1 MiB chunks run at 0.62 to 0.88 of
+memcpy, at this at 0.85 to 0.96, and at 0.02 ms no faster."""
 EXPIRE_EVERY_S = 10.0
 READY_DEADLINE_S = 10.0
 

@@ -3,7 +3,7 @@
 `isolated` clients write into a window, memory of their own session, from which the daemon copies: whatever a client
 does, it cannot alter what others read. `trusted` ones, of the daemon's own user, get the arena writable and write each
 chunk where it will stay; that saves a copy, and only their good behaviour protects what is stored. Both have a budget of
-bytes in flight, and either way nothing is visible before its checksums were verified here.
+bytes in flight, and either way nothing is visible before its checksums were verified, or taken, here.
 
 Concurrency: belongs to the event loop's thread; copies and checks run in threads of the store.
 """
@@ -67,10 +67,10 @@ class Handover(ABC):
         reserved = self._reserved.pop(key, None)
         return None if reserved is None else Handed(*reserved, checksums)
 
-    async def publish(self, chunks: list[Handed]) -> list[StoreStatus]:
-        """Publish what was taken; the slots are free afterwards, whatever happens."""
+    async def publish(self, chunks: list[Handed], turn: trio.Event) -> list[StoreStatus]:
+        """Publish what was taken, visibly after `turn`; the slots are free afterwards, whatever happens."""
         try:
-            return await self._store.publish(chunks)
+            return await self._store.publish(chunks, turn)
         finally:
             for handed in chunks:
                 self._free(handed.reservation, handed.source)

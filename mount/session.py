@@ -41,6 +41,8 @@ _MAX_FAILURE_CHARACTERS = 1000
 _PEER = struct.Struct("3i")
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED)  # accept(2): it may work later
 _ACCEPT_AGAIN_S = 0.1
+_GATHER_S, _GATHER_A_CHUNK_S = 0.0005, 0.00001  # how long arrivals are gathered for one message
+_TURN_S = 0.0005  # after which others go on. While threads take checksums each turn given away costs up to 0.2 ms
 _leases = itertools.count(1)
 
 
@@ -133,7 +135,8 @@ class Session:
         self._handover = handover
         self._sending = trio.Lock()
         self._waiting = trio.Semaphore(_MAX_WAITING)
-        self._publishing = trio.Lock()  # first come, first served
+        self._published = trio.Event()  # whether the latest publish, and so each before it, is visible
+        self._published.set()
 
     async def run(self) -> None:
         """Answer requests until the client closes the connection."""
@@ -263,15 +266,13 @@ class Session:
         return lease
 
     def _release(self, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
-            self._store.release(chunk)
+        self._store.release_all(chunks)
 
     async def _load(self, request: m.Load) -> None:
         table = self._attached
         found = [table.chunks.get(key) for key in split(request.keys)]
         chunks = [chunk for chunk in found if chunk is not None]
-        for chunk in chunks:
-            self._store.lease(chunk)
+        self._store.lease_all(chunks)
         lease = self._hold(chunks)
         sources = {chunk: chunk.tier for chunk in chunks}
         self._store.counters.loads_missed += len(found) - len(chunks)
@@ -302,16 +303,26 @@ class Session:
         self, request: m.Load, promotions: list[tuple[int, Promotion]], ready: int, num_layers: int
     ) -> None:
         """Tell the client of layers as they come, until all are there or the deadline has passed."""
-        with trio.move_on_after(request.deadline_ms / 1000):
-            while ready < num_layers:
-                for _, promotion in promotions:
-                    await promotion.wait_for_layers(ready + 1)
-                failed = tuple(index for index, promotion in promotions if promotion.error is not None)
-                ready = min((p.layers for _, p in promotions if p.error is None), default=num_layers)
-                await self._send(m.Arrived(request.id, ready, failed))
-            return
+        gather_s = _GATHER_S + _GATHER_A_CHUNK_S * len(promotions)
+        told = {index: ready for index, _ in promotions}
+        watch = _Watch([promotion for _, promotion in promotions])
+        try:
+            with trio.move_on_after(request.deadline_ms / 1000):
+                while ready < num_layers:
+                    await watch.wait(gather_s)
+                    good = [(index, promotion.layers) for index, promotion in promotions if promotion.error is None]
+                    now_ready = min((layers for _, layers in good), default=num_layers)
+                    ahead = tuple([(index, layers) for index, layers in good if layers > max(told[index], now_ready)])
+                    told.update(ahead)
+                    failed = tuple(index for index, promotion in promotions if promotion.error is not None)
+                    if ahead or now_ready > ready:
+                        ready = now_ready
+                        await self._send(m.Arrived(request.id, ready, failed, ahead))
+                return
+        finally:
+            watch.close()
         late = tuple(index for index, promotion in promotions if promotion.layers < num_layers)
-        await self._send(m.Arrived(request.id, num_layers, late))
+        await self._send(m.Arrived(request.id, num_layers, late, ()))
 
     async def _open_window(self, request: m.OpenWindow) -> None:
         _ = self._attached
@@ -323,10 +334,13 @@ class Session:
     async def _reserve(self, request: m.Store) -> None:
         table = self._attached
         slots: list[m.Slot] = []
+        turn_ends = trio.current_time() + _TURN_S
         try:
             for new in request.chunks:
                 slots.append(self._handover.reserve(table, new))
-                await trio.lowlevel.checkpoint()  # a geometry that is new can take many milliseconds
+                if trio.current_time() > turn_ends:  # a geometry that is new can take many milliseconds
+                    await trio.lowlevel.checkpoint()
+                    turn_ends = trio.current_time() + _TURN_S
         except KvfsError:
             for new, slot in zip(request.chunks, slots, strict=False):
                 if slot.status is m.StoreStatus.STORED:
@@ -340,21 +354,61 @@ class Session:
         num_bytes = 8 * table.namespace.num_layers
         handed: dict[int, Handed] = {}
         for index, finished in enumerate(request.chunks):
-            if len(finished.checksums) != num_bytes:
+            if len(finished.checksums) not in (0, num_bytes):
                 if self._handover.abort(finished.key):
                     statuses[index] = m.StoreStatus.BAD
                 continue
-            values = struct.unpack(f">{num_bytes // 8}Q", finished.checksums)
+            values = struct.unpack(f">{len(finished.checksums) // 8}Q", finished.checksums)
             taken = self._handover.take(finished.key, values)
             if taken is not None:
                 handed[index] = taken
-        async with self._publishing:  # a later message may hold the children of this one's chunks
-            published = await self._handover.publish(list(handed.values()))
+        # Payloads of several messages are received side by side. A later one may hold the children of this one's chunks.
+        turn, self._published = self._published, trio.Event()
+        is_visible = self._published
+        try:
+            published = await self._handover.publish(list(handed.values()), turn)
+        finally:
+            is_visible.set()
         for index, status in zip(handed, published, strict=True):
             statuses[index] = status
         await self._send(m.Published(request.id, tuple(statuses)))
         found = [table.chunks.get(Key(finished.key)) for finished in request.chunks]
         self._store.stored([chunk for chunk in found if chunk is not None])
+
+
+class _Watch:
+    """Waiting for anything to happen to any of some promotions."""
+
+    def __init__(self, promotions: list[Promotion]) -> None:
+        self._promotions = set(promotions)
+        self._open = {promotion for promotion in self._promotions if promotion.num_left}
+        self._news, self._all = trio.Event(), trio.Event()
+        for promotion in self._promotions:
+            promotion.watchers.add(self._ended)
+        self._news.set()
+        if not self._open:
+            self._all.set()
+
+    def _ended(self, promotion: Promotion) -> None:
+        self._news.set()
+        if not promotion.num_left:
+            self._open.discard(promotion)
+            if not self._open:
+                self._all.set()
+
+    async def wait(self, gather_s: float) -> None:
+        """Return when something happened since the last time, and `gather_s` later, or when nothing is left."""
+        await self._news.wait()
+        with trio.move_on_after(gather_s):
+            await self._all.wait()
+        self._news = trio.Event()
+        if self._all.is_set():
+            self._news.set()
+
+    def close(self) -> None:
+        """Stop watching."""
+        for promotion in self._promotions:
+            promotion.watchers.discard(self._ended)
 
 
 def _placement(

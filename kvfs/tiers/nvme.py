@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import trio
 
 from kvfs import chunk as chunk_format
-from kvfs.catalog import NOWHERE, Chunk
+from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.errors import CorruptChunk
 from kvfs.extents import ExtentAllocator
 from kvfs.policies import LeafFirstLRU, Policy
@@ -21,6 +21,8 @@ from kvfs.volume import SUPERBLOCK_BYTES, Volume
 
 _MIN_SLICE_BYTES = 256 << 10
 _MAX_SLICE_BYTES = 2 << 20
+_MAX_REMEMBERED = 1024
+_WHOLE_BYTES = 5 << 18  # a chunk up to here is read at once: quarters of 1 MiB come at 0.86 of the speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Slice:
 
 
 def slices(geo: chunk_format.Geometry) -> Iterator[Slice]:
-    """The pieces of a chunk file, in order: whole layers, about 2 MiB each, cut at multiples of 4096.
+    """The pieces of a chunk file, in order: whole layers, about 2 MiB each, cut at multiples of 4096; all of a small one.
 
     The first are small, so that an engine can begin soon; so are the last, so that it has little left to do when the
     last has come. (13 chunks of 30 layers: the first layer is there after 9 ms instead of 22.)
@@ -47,7 +49,7 @@ def slices(geo: chunk_format.Geometry) -> Iterator[Slice]:
         end = geo.layer_range(layer)[1]
         is_last = layer == len(geo.layers) - 1
         wanted = max(_MIN_SLICE_BYTES, min(_MAX_SLICE_BYTES, begin, (geo.file_bytes - begin) // 3))
-        if end - begin >= wanted or is_last:
+        if (end - begin >= wanted and geo.file_bytes > _WHOLE_BYTES) or is_last:
             stop = geo.file_bytes if is_last else chunk_format.align(end)
             yield Slice(begin, stop, first, layer + 1)
             begin, first = end - end % chunk_format.ALIGNMENT, layer + 1
@@ -68,6 +70,17 @@ class NvmeTier:
         self.is_degraded = False
         self.num_threads = num_threads
         self.limiter = trio.CapacityLimiter(num_threads)
+        self._pieces: dict[tuple[ChunkTable, int], tuple[Slice, ...]] = {}
+
+    def pieces(self, chunk: Chunk) -> tuple[Slice, ...]:
+        """How a chunk is read; see `slices`."""
+        known = self._pieces.get((chunk.table, chunk.num_tokens))
+        if known is None:
+            if len(self._pieces) >= _MAX_REMEMBERED:
+                self._pieces.clear()
+            known = tuple(slices(chunk_format.geometry(chunk.table.namespace, chunk.num_tokens)))
+            self._pieces[chunk.table, chunk.num_tokens] = known
+        return known
 
     async def in_thread(self, work: Callable[..., None], *arguments: object) -> None:
         """Run transfers in one of the tier's threads."""
@@ -108,10 +121,7 @@ class NvmeTier:
 def verify(chunk: Chunk, piece: Slice, buffer: memoryview) -> None:
     """See `NvmeTier.verify`."""
     geo, facts = check_header(chunk, buffer)
-    for layer in range(piece.first_layer, piece.layers):
-        begin, end = geo.layer_range(layer)
-        if chunk_format.checksum(buffer[begin:end]) != facts.checksums[layer]:
-            raise CorruptChunk(f"layer {layer} does not have its checksum")
+    chunk_format.verify_layers(geo, facts, buffer, piece.first_layer, piece.layers)
     if piece.layers == len(geo.layers):
         chunk_format.verify_pad(geo, buffer)
 

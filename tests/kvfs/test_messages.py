@@ -20,7 +20,7 @@ REQUESTS: list[m.AnyRequest] = [
 ]  # fmt: skip
 REPLIES: list[m.AnyReply] = [
     m.Welcome(1, m.VERSION, "ns", 1 << 32, 1 << 26, True, False), m.Window(2, 4096), m.Matched(3, 4, 9),
-    m.Loaded(4, (m.Placement(m.Tier.RAM, m.Tier.NVME, 4096, 8192),), 9, 30), m.Arrived(4, 30, (1, 5)),
+    m.Loaded(4, (m.Placement(m.Tier.RAM, m.Tier.NVME, 4096, 8192),), 9, 30), m.Arrived(4, 30, (1, 5), ((2, 31),)),
     m.Slots(5, (m.Slot(m.StoreStatus.REFUSED, 0),)), m.Published(6, (m.StoreStatus.BAD,)), m.Done(7),
     m.Failure(0, "no"),
 ]  # fmt: skip
@@ -46,8 +46,8 @@ def test_every_message_is_tried() -> None:
 
 
 def test_golden_packet() -> None:
-    """The wire form of version 1: a msgpack array that begins with the tag and the id."""
-    assert m.VERSION == 1
+    """The wire form: a msgpack array that begins with the tag and the id."""
+    assert m.VERSION == 2
     assert m.encode(m.Match(3, b"k" * 16)).hex() == "93a56d6174636803c410" + (b"k" * 16).hex()
     assert m.encode(m.Load(4, b"", 1000, True)).hex() == "95a46c6f616404c400cd03e8c3"
 
@@ -102,7 +102,7 @@ def test_what_is_too_large_is_not_sent() -> None:
 
 @pytest.mark.parametrize("reply", [
     m.Loaded(2**32 - 1, tuple(m.Placement(m.Tier.RAM, m.Tier.NVME, 2**62 - 1, 2**30) for _ in range(m.MAX_BATCH)), 2**62 - 1, 1024),
-    m.Arrived(2**32 - 1, 1024, tuple(range(m.MAX_BATCH))),
+    m.Arrived(2**32 - 1, 1024, tuple(range(m.MAX_BATCH)), tuple((i, 1024) for i in range(m.MAX_BATCH))),
     m.Slots(1, tuple(m.Slot(m.StoreStatus.STORED, 2**62 - 1) for _ in range(m.MAX_BATCH))),
 ], ids=lambda reply: type(reply).__name__)  # fmt: skip
 def test_the_largest_replies_fit(reply: m.AnyReply) -> None:

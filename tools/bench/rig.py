@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Self
 
 from kvfs import keys
 from kvfs.arena import MADV_POPULATE_WRITE
-from kvfs.chunk import geometry
+from kvfs.chunk import align, geometry
 from kvfs.client import Client, NewChunk, Publishing, Reservation, StoreStatus, Tier, new_chunk
 from kvfs.config import Access, Settings
 from kvfs.errors import UnavailableError, UsageError
@@ -28,7 +29,7 @@ from kvfs.mount import mountpoint
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
 from kvfs.tools import background, mounted
 
-WINDOW_BYTES = 64 << 20
+WINDOW_BYTES = 128 << 20
 TOKENS_PER_CHUNK = 256
 _QUIET_S = 60.0
 
@@ -39,6 +40,7 @@ class Shape:
 
     chunk_bytes: int
     num_layers: int
+    model: str = "bench"
 
     @property
     def namespace(self) -> Namespace:
@@ -47,7 +49,7 @@ class Shape:
         tensor = (TOKENS_PER_CHUNK, half // TOKENS_PER_CHUNK)
         specs = tuple(TensorSpec(name, "U8", tensor, 0) for name in ("k", "v"))
         identity = Identity(
-            model=f"bench-{self.chunk_bytes >> 10}KiB", revision="1", kv_dtype="U8", layout="bench",
+            model=f"{self.model}-{self.chunk_bytes >> 10}KiB", revision="1", kv_dtype="U8", layout="bench",
             num_layers=self.num_layers, num_kv_heads=1, head_size=half // TOKENS_PER_CHUNK,
             tokens_per_chunk=TOKENS_PER_CHUNK,
         )  # fmt: skip
@@ -150,6 +152,12 @@ class Daemon:
             time.sleep(0.002)
 
     @property
+    def pid(self) -> int:
+        """Of the daemon's process."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def arena_kind(self) -> str:
         """Which form the arena has."""
         return str(mounted.read_status(self.mount)["ram"]["kind"])
@@ -173,36 +181,46 @@ def settings(directory: Path, name: str, ram_bytes: int, nvme_bytes: int, access
     )  # fmt: skip
 
 
+def client(daemon: Daemon, namespace: Namespace) -> Client:
+    """A client of the daemon, with a window as large as the daemon gives."""
+    return Client(daemon.mount, namespace, deadline_s=30.0, window_bytes=WINDOW_BYTES)
+
+
 def store(client: Client, prompt: Prompt, source: memoryview) -> float:
     """Store a prompt whose payloads lie one after the other in `source`; returns seconds as the engine sees them."""
     geo = geometry(client.namespace, TOKENS_PER_CHUNK)
     size = geo.payload_bytes
-    group = max(1, WINDOW_BYTES // 2 // geo.file_bytes)
+    group = max(1, WINDOW_BYTES // 4 // geo.file_bytes)
+    most = (
+        WINDOW_BYTES // (group * align(size)) - 2
+    )  # that may be on their way to be visible; one is filled, one reserved
+    groups = [prompt.new_chunks(i, min(i + group, len(prompt.chains))) for i in range(0, len(prompt.chains), group)]
     started = time.perf_counter()
-    earlier: Publishing | None = None
-    for start in range(0, len(prompt.chains), group):
-        stop = min(start + group, len(prompt.chains))
-        reservations = client.store(prompt.new_chunks(start, stop))
-        for index, reservation in enumerate(reservations, start):
+    publishing: deque[Publishing] = deque()
+    reserving = client.store_later(groups[0])
+    index = 0
+    for number in range(len(groups)):
+        reservations = reserving.wait()
+        reserving = client.store_later(groups[number + 1] if number + 1 < len(groups) else [])
+        for reservation in reservations:
             _fill(reservation, source[index * size : (index + 1) * size])
-        publishing = client.publish_later(reservations)
-        _check(earlier)
-        earlier = publishing
-    _check(earlier)
+            index += 1
+        publishing.append(client.publish_later(reservations))
+        if len(publishing) > most:
+            _check(publishing.popleft())
+    for last in publishing:
+        _check(last)
     return time.perf_counter() - started
 
 
 def _fill(reservation: Reservation, payload: memoryview) -> None:
     if reservation.payload is None:
         raise UnavailableError(f"a store was refused: {reservation.status.name}")
-    for layer, places in enumerate(reservation.geometry.layers):
-        begin, end = places[0].begin, places[-1].end
-        reservation.payload[begin:end] = payload[begin:end]
-        reservation.seal(layer)
+    reservation.fill(payload)
 
 
-def _check(publishing: Publishing | None) -> None:
-    if publishing is not None and any(status is not StoreStatus.STORED for status in publishing.wait()):
+def _check(publishing: Publishing) -> None:
+    if any(status is not StoreStatus.STORED for status in publishing.wait()):
         raise UnavailableError("a chunk could not be published")
 
 
@@ -216,11 +234,10 @@ def load(client: Client, chains: Sequence[keys.ChainHash], target: memoryview, s
     with loading:
         if any(found is not source for found in loading.sources):
             raise UnavailableError(f"the chunks were not all on {source.name}: {set(loading.sources)}")
-        for layer in range(client.namespace.num_layers):
-            for index in range(loading.num_chunks):
-                found = loading.layer(index, layer)
-                if position + len(found) > len(target):
-                    position = 0
-                target[position : position + len(found)] = found
-                position += len(found)
+        bounds = geometry(client.namespace, TOKENS_PER_CHUNK).bounds
+        for index, first, stop in loading.parts():
+            size = bounds[stop] - bounds[first]
+            if position + size > len(target):
+                position = 0
+            position += loading.copy(index, target[position : position + size], first, stop)
     return time.perf_counter() - started

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -13,14 +12,13 @@ from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from kvfs import keys
 from kvfs.chunk import geometry
-from kvfs.client import Client, Tier
+from kvfs.client import Tier
 from kvfs.config import Access
 from kvfs.mount import mountpoint
 from kvfs.tools.bench import limits, rig
+from kvfs.tools.bench.results import Pairs, Row
 
 NUM_KEYS = 64
 RING_BYTES = 256 << 20
@@ -29,53 +27,7 @@ _NUM_PROMPT_TOKENS = 100_000
 _NUM_STATS = 500
 
 
-class Row(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One result.
-
-    Attributes:
-        name, limit_name: what was measured, beside what; chunk_bytes: 0 where it does not matter.
-        gb_s or ms: the median, in 1e9 bytes a second or in milliseconds; limit: in the same unit.
-        ratio: of speeds (more is better) for gb_s, of times (less is better) for ms.
-    """
-
-    name: str
-    chunk_bytes: int
-    limit_name: str
-    limit: float
-    ratio: float
-    gb_s: float | None = None
-    ms: float | None = None
-
-
 Progress = Callable[[str], None]
-
-
-class Pairs:
-    """Times of paths and limits, by name, taken in rounds."""
-
-    def __init__(self) -> None:
-        self._times: dict[str, list[float]] = {}
-
-    def add(self, name: str, seconds: float) -> None:
-        """One measurement."""
-        self._times.setdefault(name, []).append(seconds)
-
-    def median(self, name: str) -> float:
-        """The median of one name, in seconds."""
-        return statistics.median(self._times[name])
-
-    def speed(self, name: str, limit_name: str, num_bytes: int, chunk_bytes: int) -> Row:
-        """A row of speeds."""
-        mine, limit = self.median(name), self.median(limit_name)
-        return Row(
-            name, chunk_bytes, limit_name, round(num_bytes / limit / 1e9, 3), round(limit / mine, 3),
-            gb_s=round(num_bytes / mine / 1e9, 3),
-        )  # fmt: skip
-
-    def duration(self, name: str, limit_name: str, limit_s: float) -> Row:
-        """A row of times, against a limit that may be a sum of others."""
-        mine = self.median(name)
-        return Row(name, 0, limit_name, round(limit_s * 1e3, 4), round(mine / limit_s, 3), ms=round(mine * 1e3, 4))
 
 
 def transfers(
@@ -103,7 +55,7 @@ def transfers(
     raw.write(source, shape.chunk_bytes)
     settings = rig.settings(directory, f"{shape.chunk_bytes}", whole, 3 * whole + (8 << 20), access)
     try:
-        with rig.Daemon(settings) as daemon, Client(daemon.mount, namespace, deadline_s=30.0) as client:
+        with rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
             client.attach()
             client.window_bytes()
             for prompt in (first, second):
@@ -155,7 +107,7 @@ def _store_fresh(
     directory.mkdir()
     settings = rig.settings(directory, "f", whole, whole + (8 << 20), access)
     prompt = rig.Prompt.random(shape.namespace, len(source) // shape.chunk_bytes, 7)
-    with rig.Daemon(settings) as daemon, Client(daemon.mount, shape.namespace, deadline_s=30.0) as client:
+    with rig.Daemon(settings) as daemon, rig.client(daemon, shape.namespace) as client:
         client.attach()
         client.window_bytes()
         started = time.perf_counter()
@@ -182,7 +134,7 @@ def prompts(directory: Path, rounds: int, progress: Progress) -> Iterator[Row]:
     settings = rig.settings(directory, "prompts", 256 << 20, 256 << 20)
     echo = limits.Echo(num_chunks * keys.KEY_BYTES)
     try:
-        with rig.Daemon(settings) as daemon, Client(daemon.mount, namespace, deadline_s=5.0) as client:
+        with rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
             client.attach()
             rig.store(client, rig.Prompt(stored), rig.noise(num_chunks * shape.chunk_bytes))
             progress(f"a prompt of {_NUM_PROMPT_TOKENS} tokens")
@@ -218,7 +170,7 @@ def files(directory: Path, rounds: int, progress: Progress) -> Iterator[Row]:
     tmpfs_file = Path("/dev/shm") / f"kvfs-bench-{os.getpid()}"
     with (
         rig.Daemon(settings) as daemon,
-        Client(daemon.mount, namespace, deadline_s=30.0) as client,
+        rig.client(daemon, namespace) as client,
         _empty_fuse(directory / "empty") as empty,
     ):
         client.attach()

@@ -1,0 +1,247 @@
+"""Chunks that are stored and loaded whole: room asked for ahead, payloads without checksums, copies verified in place."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import trio
+
+from kvfs.catalog import ChunkTable
+from kvfs.chunk import geometry
+from kvfs.client import Client
+from kvfs.copying import copy_layers
+from kvfs.errors import CorruptChunk, UnavailableError, UsageError
+from kvfs.keys import KeyChain
+from kvfs.messages import StoreStatus, Tier
+from kvfs.mount.session import serve_sessions
+from kvfs.namespace import Namespace
+from kvfs.store import Store
+from kvfs.testing import (
+    FaultySystem,
+    chain_of,
+    checksums_of,
+    new_chunks,
+    open_table,
+    payload_of,
+    plain_mount,
+    sized_namespace,
+    socket_path,
+    store_chain,
+    tiny_namespace,
+)
+
+TINY = tiny_namespace()
+LONG = sized_namespace(3 << 20, num_layers=3)  # layers longer than what is copied at once
+R = TypeVar("R")
+
+
+@asynccontextmanager
+async def running(
+    directory: Path, namespace: Namespace, system: FaultySystem | None = None, **settings: Any
+) -> AsyncIterator[tuple[Store, ChunkTable]]:
+    options = {"ram": 64 << 20, "nvme": 96 << 20, "window_bytes": 32 << 20, **settings}
+    async with open_table(directory, namespace, system, **options) as (store, table), trio.open_nursery() as nursery:
+        await nursery.start(serve_sessions, store, socket_path(directory))
+        yield store, table
+        nursery.cancel_scope.cancel()
+
+
+def client_of(directory: Path, namespace: Namespace) -> Client:
+    return Client(plain_mount(directory), namespace, deadline_s=5.0)
+
+
+async def in_thread(work: Callable[..., R], *arguments: Any) -> R:
+    return await trio.to_thread.run_sync(work, *arguments)
+
+
+def store_whole(client: Client, chain: KeyChain) -> list[StoreStatus]:
+    """Two chunks at a time; room for the next two is asked for before these are filled."""
+    new = new_chunks(chain)
+    groups = [new[i : i + 2] for i in range(0, len(new), 2)]
+    statuses = []
+    reserving = client.store_later(groups[0])
+    for number in range(len(groups)):
+        reservations = reserving.wait()
+        assert reserving.wait() == reservations
+        reserving = client.store_later(groups[number + 1] if number + 1 < len(groups) else [])
+        for reservation in reservations:
+            reservation.fill(memoryview(payload_of(reservation.chunk.chain, reservation.geometry)))  # type: ignore[arg-type]
+        statuses += client.publish(reservations)
+    return statuses
+
+
+def load_whole(client: Client, chain: KeyChain, cuts: tuple[int, ...], *, stream: bool) -> list[Tier]:
+    """Copy every chunk, layers up to each cut at a time, and compare."""
+    load = client.load(chain.chains, stream=stream)
+    assert load is not None
+    with load:
+        for index, value in enumerate(chain.chains):
+            geo = load.geometry(index)
+            target = memoryview(bytearray(geo.payload_bytes + 7))
+            size = first = 0
+            for stop in cuts:
+                size += load.copy(index, target[size:], first, stop)
+                first = stop
+            assert size == geo.payload_bytes
+            assert bytes(target[:size]) == payload_of(value, geo)
+            assert bytes(target[size:]) == bytes(7)
+        return load.sources
+
+
+def load_parts(client: Client, chain: KeyChain) -> list[Tier]:
+    """Copy what arrives as it arrives, and compare; every layer of every stored chunk arrives once."""
+    load = client.load(chain.chains, stream=True)
+    assert load is not None
+    with load:
+        found: dict[int, bytes] = {}
+        for index, first, stop in load.parts():
+            geo = load.geometry(index)
+            target = memoryview(bytearray(geo.bounds[stop] - geo.bounds[first]))
+            assert load.copy(index, target, first, stop) == len(target)
+            found[index] = found.get(index, b"") + bytes(target)
+        stored = [index for index, source in enumerate(load.sources) if source is not Tier.NONE]
+        assert sorted(found) == stored
+        assert all(found[index] == payload_of(chain.chains[index], load.geometry(index)) for index in stored)
+        return load.sources
+
+
+@pytest.mark.parametrize("access", ["isolated", "trusted"])
+@pytest.mark.parametrize("namespace", [TINY, LONG], ids=["short layers", "long layers"])
+async def test_store_and_load_whole(tmp_path: Path, namespace: Namespace, access: str) -> None:
+    """What was stored whole, without checksums of its client's, comes back whole: from RAM, and later from NVMe."""
+    chain = chain_of(namespace, 5)
+    layers = namespace.num_layers
+    async with running(tmp_path, namespace, access=access) as (store, _):
+        with client_of(tmp_path, namespace) as client:
+            assert await in_thread(store_whole, client, chain) == [StoreStatus.STORED] * 5
+            assert await in_thread(lambda: load_whole(client, chain, (layers,), stream=False)) == [Tier.RAM] * 5
+            assert client.statistics.failures == client.statistics.refused == 0
+        assert await store.flush()
+    async with running(tmp_path, namespace, access=access):
+        with client_of(tmp_path, namespace) as client:
+            cuts = (*range(1, layers), layers)
+            assert await in_thread(lambda: load_whole(client, chain, cuts, stream=True)) == [Tier.NVME] * 5
+            longer = chain_of(namespace, 7)
+            assert await in_thread(load_parts, client, longer) == [Tier.RAM] * 5 + [Tier.NONE] * 2
+    async with running(tmp_path, namespace, access=access):
+        with client_of(tmp_path, namespace) as client:
+            assert await in_thread(load_parts, client, longer) == [Tier.NVME] * 5 + [Tier.NONE] * 2
+
+
+@pytest.mark.expect_log("could not be read")
+async def test_parts_of_a_chunk_that_cannot_be_read(tmp_path: Path) -> None:
+    """EIO under one chunk: its part comes too, and its copy raises; the parts of the others are right."""
+    chain = chain_of(LONG, 4)
+    async with running(tmp_path, LONG) as (store, table):
+        await store_chain(store, table, chain)
+        assert await store.flush()
+    system = FaultySystem()
+    async with running(tmp_path, LONG, system) as (_, table):
+        system.bad_reads = {table.chunks[chain.keys[1]].nvme}
+
+        def load() -> dict[int, bool]:
+            is_right: dict[int, bool] = {}
+            with client_of(tmp_path, LONG) as client:
+                loading = client.load(chain.chains, stream=True)
+                assert loading is not None
+                with loading:
+                    for index, first, stop in loading.parts():
+                        target = memoryview(bytearray(geometry(LONG, 16).payload_bytes))
+                        try:
+                            size = loading.copy(index, target, first, stop)
+                        except UnavailableError:
+                            is_right[index] = False
+                            continue
+                        begin = loading.geometry(index).bounds[first]
+                        expected = payload_of(chain.chains[index], loading.geometry(index))[begin : begin + size]
+                        is_right[index] = is_right.get(index, True) and bytes(target[:size]) == expected
+            return is_right
+
+        assert await in_thread(load) == {0: True, 1: False, 2: True, 3: True}
+
+
+@pytest.mark.expect_log("is corrupt and was dropped")
+async def test_wrong_bytes_are_found_in_the_copy(tmp_path: Path) -> None:
+    """A layer that is wrong in RAM fails the copy that holds it, and no other; the daemon hears of it and drops it."""
+    chain = chain_of(TINY, 2)
+    async with running(tmp_path, TINY) as (store, table):
+        await store_chain(store, table, chain)
+        geo = geometry(TINY, 16)
+        store.arena.view[table.chunks[chain.keys[0]].ram + geo.layer_range(2)[1] - 1] ^= 1
+        target = memoryview(bytearray(geo.payload_bytes))
+        with client_of(tmp_path, TINY) as client:
+            load = await in_thread(client.load, chain.chains)
+            assert load is not None
+            assert await in_thread(load.copy, 0, target, 0, 2) == geo.bounds[2]
+            with pytest.raises(CorruptChunk):
+                await in_thread(load.copy, 0, target)
+            assert await in_thread(load.copy, 1, target) == geo.payload_bytes
+            assert set(table.chunks) == {chain.keys[1]}
+            await in_thread(load.close)
+
+
+async def test_what_cannot_be_copied(tmp_path: Path) -> None:
+    """A target that is too short, a payload of another length, a chunk that is not there: an error each, no byte moves."""
+    chain = chain_of(TINY, 2)
+    async with running(tmp_path, TINY) as (store, table):
+        await store_chain(store, table, chain_of(TINY, 1))
+        with client_of(tmp_path, TINY) as client:
+            load = await in_thread(client.load, chain.chains)
+            assert load is not None
+            target = memoryview(bytearray(geometry(TINY, 16).payload_bytes - 1))
+            with pytest.raises(UsageError, match="do not fit"):
+                await in_thread(load.copy, 0, target)
+            with pytest.raises(UnavailableError, match="not stored"):
+                await in_thread(load.copy, 1, target)
+            assert not any(target)
+            await in_thread(load.close)
+            (reservation,) = await in_thread(client.store, new_chunks(chain, 1))
+            with pytest.raises(UsageError, match="payload"):
+                reservation.fill(target)
+            client.abort([reservation])
+
+
+async def test_room_that_nobody_waited_for_goes_with_the_session(tmp_path: Path) -> None:
+    """A client that asks for room and leaves holds nothing afterwards."""
+    async with running(tmp_path, LONG) as (store, _):
+
+        def ask_and_leave() -> None:
+            with client_of(tmp_path, LONG) as client:
+                client.store_later(new_chunks(chain_of(LONG, 3)))
+                assert client.match(chain_of(LONG, 1).chains).count == 0  # the daemon has seen the request before this
+
+        await in_thread(ask_and_leave)
+        with trio.fail_after(10):
+            while store.statistics().ram.used_bytes:  # noqa: ASYNC110
+                await trio.sleep(0.002)
+
+
+@pytest.mark.expect_log("does not answer, going on without it")
+async def test_asking_for_room_without_a_cache(tmp_path: Path) -> None:
+    """No daemon: everything is refused, nothing raises."""
+    with client_of(tmp_path, TINY) as client:
+        client.deadline_s = 0.2
+        (reservation,) = await in_thread(lambda: client.store_later(new_chunks(chain_of(TINY, 1))).wait())
+        assert reservation.status is StoreStatus.REFUSED
+        assert client.publish([reservation]) == [StoreStatus.REFUSED]
+
+
+@pytest.mark.parametrize("namespace", [TINY, LONG, sized_namespace(1 << 20, num_layers=7)], ids=["a", "b", "c"])
+def test_copy_layers(namespace: Namespace) -> None:
+    """Whatever part is copied, its bytes and checksums are those of the layers, and nothing else is written."""
+    geo = geometry(namespace, 16)
+    payload = payload_of(chain_of(namespace, 1).chains[0], geo)
+    expected = checksums_of(payload, geo)
+    for first in range(namespace.num_layers):
+        for stop in range(first, namespace.num_layers + 1):
+            begin, end = geo.bounds[first], geo.bounds[stop]
+            target = bytearray(end - begin + 3)
+            assert (
+                tuple(copy_layers(geo, first, stop, memoryview(payload)[begin:], memoryview(target)))
+                == expected[first:stop]
+            )
+            assert target == payload[begin:end] + bytes(3)
