@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 from typing import Annotated
 
 import typer
@@ -86,5 +88,8 @@ def _await_end(path: str, daemon_fd: int, timeout_s: float) -> None:
     if poll.poll(min(PATIENCE_S, timeout_s) * 1000):
         return
     typer.echo(f"kvfs: {path} is unmounted; waiting for its daemon to write what is dirty", err=True)
+    # A container that was started while the mount was there has a copy of it, and keeps the daemon from noticing.
+    with contextlib.suppress(OSError):
+        signal.pidfd_send_signal(daemon_fd, signal.SIGTERM)
     if not poll.poll(max(0.0, timeout_s - PATIENCE_S) * 1000):
         raise KvfsError(f"the daemon of {path} has not ended after {timeout_s:g} s; its log says what it does")

@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import termios
 from pathlib import Path
 
@@ -201,6 +202,26 @@ def test_a_busy_mount_stays(mount: Mount) -> None:
         assert mount.pid() == pid
     assert kvfs("umount", mount.path).returncode == 0
     assert not is_alive(pid)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes mount namespaces")
+def test_a_container_does_not_keep_the_daemon(mount: Mount) -> None:
+    """One that was started while the mount was there has a copy of it, so that the kernel does not end the file system."""
+    pid = mount.start()
+    command = ["unshare", "--mount", "--propagation=private", sys.executable, "-c"]
+    container = subprocess.Popen(
+        [*command, f"print('up', flush=True); import time; time.sleep({DEADLINE_S})"], stdout=subprocess.PIPE
+    )
+    try:
+        assert container.stdout is not None
+        if container.stdout.readline() != b"up\n":
+            pytest.skip("mount namespaces cannot be made here")
+        result = kvfs("umount", mount.path)
+        assert result.returncode == 0, result.stderr
+        assert not is_alive(pid)
+    finally:
+        container.kill()
+        container.communicate()
 
 
 def test_a_forced_unmount_leaves_open_files(mount: Mount) -> None:
