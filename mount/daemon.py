@@ -9,6 +9,7 @@ did not wait for among them, the store last, which writes what is dirty. What en
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import resource
@@ -40,6 +41,7 @@ Python's 5 ms a request waits 5.7 ms behind the checksums of 64 KiB layers, at 0
 that is received or sent while checksums are taken waits once: at 0.2 ms, stores of 1 MiB chunks run at 0.62 to 0.88 of
 memcpy, at this at 0.85 to 0.96, and at 0.02 ms no faster."""
 EXPIRE_EVERY_S = 10.0
+_M_MMAP_THRESHOLD = -3  # <malloc.h>
 READY_DEADLINE_S = 10.0
 
 
@@ -51,6 +53,7 @@ def run(settings: Settings, ready: Callable[[], None]) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each session takes two
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _give_large_memory_back()
     try:
         trio.run(_serve, settings, ready)
     except BaseExceptionGroup as group:
@@ -60,6 +63,16 @@ def run(settings: Settings, ready: Callable[[], None]) -> None:
         if isinstance(error, BaseExceptionGroup):
             raise
         raise error from error.__cause__  # one thing went wrong: nurseries are no news to whoever called
+
+
+def _give_large_memory_back() -> None:
+    """Have tables of a mebibyte and more mapped each by itself, so that one that was outgrown goes back to the system.
+
+    glibc raises its bound to 32 MiB as such tables come and go, and the heap keeps what they leave: 8 of 61 MiB after
+    100,000 chunks, in every second run.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
