@@ -17,7 +17,7 @@ from kvfs.errors import UsageError
 from kvfs.keys import Key
 from kvfs.messages import Tier
 from kvfs.namespace import Namespace
-from kvfs.prefixes import Member, PrefixDirectory, PrefixTree
+from kvfs.prefixes import Member, Moves, PrefixDirectory, PrefixTree
 
 NOWHERE = -1
 _FIRST_INODE = 1 << 20
@@ -150,18 +150,29 @@ class Catalog:
         return table
 
     def create(
-        self, table: ChunkTable, key: Key, parent: Key, position: int, num_tokens: int, created_ns: int
-    ) -> tuple[Chunk, list[Chunk]]:
+        self,
+        table: ChunkTable,
+        key: Key,
+        parent: Key,
+        position: int,
+        num_tokens: int,
+        created_ns: int,
+        inode: int | None = None,
+    ) -> tuple[Chunk, Moves[Chunk]]:
         """Make a chunk visible; the caller gives it an extent before it waits.
 
-        Returns it, and the chunks that moved to another prefix directory.
+        Returns it, and what moved in the prefix view. `inode` is one of `next_inode`, a new one by default.
         """
         shared = table.chunks.get(parent)
         chunk = Chunk(
-            table, key, shared.key if shared else parent, position, num_tokens, created_ns, next(self._inodes)
+            table, key, shared.key if shared else parent, position, num_tokens, created_ns, inode or self.next_inode()
         )
         table.chunks[key] = chunk
         return chunk, table.prefixes.add(chunk)
+
+    def next_inode(self) -> int:
+        """A number that no chunk and no directory has, or will have."""
+        return next(self._inodes)
 
     def discard(self, chunk: Chunk) -> PrefixDirectory[Chunk] | None:
         """Take a chunk out of sight; returns the prefix directory it was in."""

@@ -19,13 +19,13 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Literal
 
-from kvfs.catalog import NOWHERE, Catalog, Chunk
+from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.commits import Commits
 from kvfs.errors import UnavailableError
 from kvfs.ghosts import Ghost, Ghosts
 from kvfs.metrics import Counters, EventLog
 from kvfs.policies import Policy
-from kvfs.prefixes import PrefixDirectory
+from kvfs.prefixes import Moves, PrefixDirectory, Renamed
 from kvfs.system import System
 from kvfs.tiers.nvme import NvmeTier
 from kvfs.tiers.ram import RamTier
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 Change = Literal["published", "removed", "moved"]
 Observer = Callable[[Change, Chunk, PrefixDirectory[Chunk] | None], None]
+NameObserver = Callable[[ChunkTable, Renamed[Chunk]], None]
 _VICTIMS_AT_ONCE = 64
 
 
@@ -41,7 +42,7 @@ class Residency:
     """The catalog and the tiers, kept in step.
 
     Attributes: catalog, ram, nvme (None for a RAM cache), commits (None likewise), counters, events;
-    ghosts: what is remembered of chunks that went; num_leases: holds on all chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes.
+    ghosts: what is remembered of chunks that went; num_leases: holds on all chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes; name_observers: of every prefix directory that got another name or place.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Residency:
         self.events = events
         self.ghosts = Ghosts()
         self.observers: list[Observer] = []
+        self.name_observers: list[NameObserver] = []
         self._system = system
         self.num_leases = 0
         self._unfinished: dict[Chunk, list[int]] = {}
@@ -94,6 +96,14 @@ class Residency:
         """Tell the observers."""
         for observer in self.observers:
             observer(change, chunk, directory)
+
+    def tell_moves(self, table: ChunkTable, moves: Moves[Chunk]) -> None:
+        """Tell the observers what a new chunk moved in the prefix view."""
+        for chunk, directory in moves.chunks:
+            self.tell("moved", chunk, directory)
+        for renamed in moves.directories:
+            for observer in self.name_observers:
+                observer(table, renamed)
 
     def discard(self, chunk: Chunk, why: str) -> None:
         """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable."""

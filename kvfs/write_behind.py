@@ -77,6 +77,10 @@ class WriteBehind:
         while self.num_dirty:
             await self._changed.wait()
 
+    async def progress(self) -> None:
+        """Wait until a chunk became dirty or clean."""
+        await self._changed.wait()
+
     async def run(self) -> None:
         """Write group after group, for ever: while one is made durable the next is being written."""
         send, receive = trio.open_memory_channel[_Group](0)

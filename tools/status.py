@@ -55,6 +55,8 @@ def _headline(document: dict[str, Any]) -> str:
     dirty, leased = document.get("num_dirty", 0), document.get("num_leased", 0)
     if leased:
         parts.append(f"· {leased:,} in use")
+    if document.get("num_staging"):
+        parts.append(f"· {format_count(document['num_staging'], 'file')} being copied in")
     if dirty:
         parts.append(f"· {format_size(document.get('dirty_bytes', 0))} not yet on NVMe")
     return " ".join(parts)

@@ -75,7 +75,7 @@ def test_stat(sh: Run, engine: Any) -> None:
     assert seen.st_blocks * 512 == seen.st_size
     assert abs(seen.st_mtime - time.time()) < 60
     assert (seen.st_uid, seen.st_gid) == (os.geteuid(), os.getegid())
-    assert sh("stat", "-c", "%A", one, engine.chunks).split() == ["-r--r-----", "drwxr-x---"]
+    assert sh("stat", "-c", "%A", one, engine.chunks).split() == ["-rw-r-----", "drwxr-x---"]
 
 
 def test_du_and_df(sh: Run, engine: Any, wait: Any) -> None:
