@@ -18,7 +18,7 @@ import typer
 
 import kvfs
 from kvfs.errors import KvfsError, UsageError
-from kvfs.tools import ls, mount, rm, status, umount, verify
+from kvfs.tools import export, import_, ls, mount, rm, status, umount, verify
 from kvfs.tools.bench import command as bench
 
 # click's ClickException: typer brings click, or a copy of it, and shows neither.
@@ -80,6 +80,8 @@ app.command("status", epilog=status.EXAMPLES)(tells_errors(status.status))
 app.command("ls", epilog=ls.EXAMPLES)(tells_errors(ls.list_cache))
 app.command("rm", epilog=rm.EXAMPLES)(tells_errors(rm.remove))
 app.command("verify", epilog=verify.EXAMPLES)(tells_errors(verify.verify))
+app.command("export", epilog=export.EXAMPLES)(tells_errors(export.export))
+app.command("import", epilog=import_.EXAMPLES)(tells_errors(import_.import_))
 app.command("bench", epilog=bench.EXAMPLES)(tells_errors(bench.bench))
 
 
