@@ -119,6 +119,14 @@ class Staging:
         if not staged.lock.locked():
             self._free(staged)
 
+    def fit(self, staged: Staged) -> None:
+        """Give back what the extent of a file that waits has beyond its size."""
+        length = align(staged.size)
+        if not staged.lock.locked() and 0 < length < staged.capacity:
+            self._ram.extents.free(staged.offset + length, staged.capacity - length)
+            self.size_bytes -= staged.capacity - length
+            staged.capacity = length
+
     def take(self, staged: Staged, length: int) -> int:
         """The extent of a file that has proven to be a chunk of `length` bytes: from now on it is the caller's."""
         offset = staged.offset

@@ -108,7 +108,11 @@ class CopyingIn:
     async def write(self, file: StagedFile, offset: int, piece: bytes) -> None:
         """Put bytes into a file. Raises CapacityError too."""
         self._check_changeable(file, offset + len(piece))
-        await self._store.staging.write(file.staged, offset, piece)
+        try:
+            await self._store.staging.write(file.staged, offset, piece)
+        except CapacityError as error:
+            self._proof.tell_refused(file, error)
+            raise
 
     async def truncate(self, file: StagedFile, size: int) -> None:
         """Cut or lengthen a file. Raises CapacityError too."""
@@ -134,7 +138,11 @@ class CopyingIn:
         if isinstance(file.home, Draft):
             file.home.num_open -= 1
             file.home.touched_s = self._now_s()
-        if not file.num_open and not self._names.places(file):
+        if file.num_open:
+            return
+        if self._names.places(file):
+            self._store.staging.fit(file.staged)
+        else:
             self._store.staging.drop(file.staged)
 
     # names

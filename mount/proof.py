@@ -50,7 +50,7 @@ class Proof:
             elif isinstance(home, ChunkTable):
                 await self._settle_chunk(file, home)
         except (FormatError, UsageError) as error:
-            self._tell_refused(file, error)
+            self.tell_refused(file, error)
             raise Refused(errno.EINVAL) from error
         return file.is_settled
 
@@ -97,10 +97,11 @@ class Proof:
                     if not file.is_settled:
                         await self._settle_chunk(file, table)
                 except KvfsError as error:
-                    self._tell_refused(file, error)
+                    self.tell_refused(file, error)
                     self.drop(file)
 
-    def _tell_refused(self, file: StagedFile, error: KvfsError) -> None:
+    def tell_refused(self, file: StagedFile, error: KvfsError) -> None:
+        """Count it, and say why where whoever copies can look."""
         name = file.home.name if isinstance(file.home, Draft) else file.home.directory
         path = f"{name}/{file.name.decode('ascii', 'backslashreplace')}"
         logger.info("%s was copied in and is refused: %s", path, error)

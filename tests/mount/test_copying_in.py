@@ -307,7 +307,10 @@ async def test_a_file_of_unknown_length_grows(mount: Mount) -> None:
     assert statistics.staging_bytes == statistics.ram.used_bytes < 2 * len(content)
     with pytest.raises(CapacityError):
         await mount.copying.write(file, 3 << 20, b"x")
+    assert b"half of the RAM tier" in mount.store.events.read(0, 1 << 20)
     mount.copying.release(file)
+    assert mount.store.statistics().staging_bytes == len(content)  # while it waits it has no more than it needs
+    assert mount.store.staging.read(file.staged, 0, 1 << 20) == content
     assert mount.copying.unlink(mount.at(f"{name}/chunks"), b".x")
     assert mount.store.statistics().ram.used_bytes == 0
 
