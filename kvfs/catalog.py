@@ -18,7 +18,7 @@ from kvfs.errors import UsageError
 from kvfs.keys import Key
 from kvfs.messages import Tier
 from kvfs.namespace import Namespace
-from kvfs.prefixes import Member, PrefixDirectory, PrefixTree
+from kvfs.prefixes import Member, Moves, PrefixDirectory, PrefixTree
 
 NOWHERE = -1
 _FIRST_INODE = 1 << 20
@@ -111,7 +111,8 @@ class ChunkTable:
         stored_bytes: of its chunks' files; reserved_bytes: of those to come.
         quota_bytes: most that both may be together; None: no limit.
         max_age_ns: chunks go when neither they nor what is built on them was used for so long; None: they do not.
-        num_sessions: clients that are attached to it now; num_attached: how often it was attached to.
+        num_sessions: clients that are attached to it now; num_attached: how often it was attached to;
+            num_stored: how often a chunk of it became visible.
     """
 
     def __init__(self, namespace: Namespace, created_ns: int, inodes: Iterator[int]) -> None:
@@ -126,6 +127,7 @@ class ChunkTable:
         self.max_age_ns: int | None = None
         self.num_sessions = 0
         self.num_attached = 0
+        self.num_stored = 0
         self._lengths: dict[int, int] = {}
         self.prefixes: PrefixTree[Chunk] = PrefixTree(self.directory, self.chunks, inodes)
 
@@ -165,19 +167,31 @@ class Catalog:
         del self.tables[table.directory]
 
     def create(
-        self, table: ChunkTable, key: Key, parent: Key, position: int, num_tokens: int, created_ns: int
-    ) -> tuple[Chunk, list[Chunk]]:
+        self,
+        table: ChunkTable,
+        key: Key,
+        parent: Key,
+        position: int,
+        num_tokens: int,
+        created_ns: int,
+        inode: int | None = None,
+    ) -> tuple[Chunk, Moves[Chunk]]:
         """Make a chunk visible; the caller gives it an extent before it waits.
 
-        Returns it, and the chunks that moved to another prefix directory.
+        Returns it, and what moved in the prefix view. `inode` is one of `next_inode`, a new one by default.
         """
         shared = table.chunks.get(parent)
         chunk = Chunk(
-            table, key, shared.key if shared else parent, position, num_tokens, created_ns, next(self._inodes)
+            table, key, shared.key if shared else parent, position, num_tokens, created_ns, inode or self.next_inode()
         )
         table.chunks[key] = chunk
         table.stored_bytes += chunk.length
+        table.num_stored += 1
         return chunk, table.prefixes.add(chunk)
+
+    def next_inode(self) -> int:
+        """A number that no chunk and no directory has, or will have."""
+        return next(self._inodes)
 
     def discard(self, chunk: Chunk) -> PrefixDirectory[Chunk] | None:
         """Take a chunk out of sight; returns the prefix directory it was in."""

@@ -37,6 +37,7 @@ MAX_HEADER_BYTES = 4 << 20
 SUFFIX = ".safetensors"
 _PREFIX = struct.Struct("<Q")
 _CHECKSUM_HEX = 16
+_MAX_TIME_NS = 1 << 63  # what the index can hold
 _MAX_DERIVED_BYTES = 64 << 20  # of geometries that a namespace remembers
 _FIELDS = (
     ("format", 12), ("fingerprint", 64), ("rank", 12), ("chain", 64), ("key", 32), ("parent", 32), ("position", 10),
@@ -265,6 +266,8 @@ def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> t
     facts, chain, _, parent, position, created_ns, checksums, digest = found.groups()
     if xxhash.xxh3_128_hexdigest(facts).encode() != digest:
         raise CorruptChunk("the facts in a chunk header do not have their checksum")
+    if int(created_ns) >= _MAX_TIME_NS:
+        raise CorruptChunk("a chunk header that names an impossible time")
     return geo, Facts(
         ChainHash(bytes.fromhex(chain.decode())),
         Key(bytes.fromhex(parent.decode())),

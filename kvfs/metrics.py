@@ -34,6 +34,11 @@ class Counters:
     stores_over_quota: int = field(default=0, metadata={"help": "of these, stores that a quota had no room for"})
     stores_bad: int = field(default=0, metadata={"help": "stores whose bytes did not have their checksums"})
     stores_aborted: int = field(default=0, metadata={"help": "reserved stores that were never published"})
+    copies_admitted: int = field(default=0, metadata={"help": "chunks that were copied in as files"})
+    copies_existing: int = field(default=0, metadata={"help": "files copied in of chunks that were there already"})
+    copies_refused: int = field(
+        default=0, metadata={"help": "files copied in that did not prove to be a chunk, or found no room"}
+    )
     published_bytes: int = field(default=0, metadata={"help": "bytes published"})
     promotions: int = field(default=0, metadata={"help": "chunks read from NVMe into RAM"})
     promotions_refused: int = field(default=0, metadata={"help": "promotions that found no room in RAM"})

@@ -3,8 +3,13 @@
 A directory is a run of chunks up to the next branch and bears the key of its first chunk. Where a run gets a second
 continuation it is split: what lay behind the branch moves into a directory of its own, beside the new one. What stands
 behind a hole, where a chunk was removed, may have been built on another chunk than the one before the hole: it does not
-move, so that a directory never holds what was not built on the chunk whose key it bears. Directories
-are never merged: a tool that walks the tree finds each at the path where it saw it, until it is empty.
+move, so that a directory never holds what was not built on the chunk whose key it bears.
+
+Chunks that are copied in come in any order. What comes before the chunk that it was built on waits at the top, a
+*fragment*; when that chunk comes, the fragment is joined to it: it goes on its run, or becomes a branch. Of two runs
+that become one the smaller is moved, so that n chunks in the worst order cost n·log n moves; the directory that stays
+is the one that the kernel knows, if it knows only one. Apart from that directories are never merged: a tool that walks
+the tree finds each at the path where it saw it, until it is empty.
 
 A chunk knows its directory and its neighbours there (intrusive links: a million chunks are expected).
 
@@ -14,11 +19,13 @@ Concurrency: belongs to the event loop's thread, like the catalog.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from kvfs.keys import Key
 
 M = TypeVar("M", bound="Member")
+_NOTHING = Key(b"")  # what an empty directory is built on that nobody knows more of
 
 
 class Member:
@@ -99,8 +106,12 @@ class PrefixDirectory(Generic[M]):
     @property
     def is_attached(self) -> bool:
         """Whether the tree still has it."""
-        siblings = self.parent.subdirectories if self.parent else self.tree.directories
-        return siblings.get(self.name) is self
+        return self.tree.siblings(self.parent).get(self.name) is self
+
+    @property
+    def weight(self) -> int:
+        """What it costs to move all that it holds."""
+        return self.num_chunks + len(self.subdirectories)
 
     def has(self, chunk: M) -> bool:
         """Whether the chunk is in this very directory."""
@@ -122,8 +133,10 @@ class PrefixDirectory(Generic[M]):
             waiting.extend(directory.subdirectories.values())
 
     def _link(self, chunk: M) -> None:
-        """Put a chunk at its place; almost always the end."""
+        """Put a chunk at its place; almost always an end."""
         before = self._last
+        if self._first is not None and self._first.position > chunk.position:
+            before = None
         while before is not None and before.position > chunk.position:
             before = cast("M | None", before.previous)
         after = self._first if before is None else cast("M | None", before.next)
@@ -153,12 +166,36 @@ class PrefixDirectory(Generic[M]):
         self.num_chunks -= 1
 
 
+class Renamed(NamedTuple, Generic[M]):
+    """A name of a directory that does not hold any more: `name` in `parent` (None: the top) was `directory`."""
+
+    parent: PrefixDirectory[M] | None
+    name: str
+    directory: PrefixDirectory[M]
+
+
+@dataclass(slots=True)
+class Moves(Generic[M]):
+    """What moved when a chunk was added.
+
+    Attributes:
+        chunks: those that went to another directory, each with the one it was in.
+        directories: their old names.
+    """
+
+    chunks: list[tuple[M, PrefixDirectory[M]]] = field(default_factory=list)
+    directories: list[Renamed[M]] = field(default_factory=list)
+
+
 class PrefixTree(Generic[M]):
     """All prefix directories of one namespace.
 
     Attributes:
         name: of the namespace's directory.
         directories: those at the top, by name; their first chunk has no stored parent.
+
+    Invariant: a directory at the top whose first chunk is there does not have that chunk's parent in the tree, unless
+    their positions contradict each other.
     """
 
     def __init__(self, name: str, chunks: dict[Key, M], next_inode: Iterator[int]) -> None:
@@ -166,22 +203,35 @@ class PrefixTree(Generic[M]):
         self.directories: dict[str, PrefixDirectory[M]] = {}
         self._chunks = chunks
         self._next_inode = next_inode
+        self._waiting: dict[Key, dict[PrefixDirectory[M], None]] = {}  # those at the top, by what they are built on
 
-    def add(self, chunk: M) -> list[M]:
-        """Find a place for a new chunk; returns the chunks that were moved to another directory to make it."""
+    def siblings(self, parent: PrefixDirectory[M] | None) -> dict[str, PrefixDirectory[M]]:
+        """The directories in `parent`, by name; None: at the top."""
+        return self.directories if parent is None else parent.subdirectories
+
+    def add(self, chunk: M) -> Moves[M]:
+        """Find a place for a new chunk; returns what was moved to make it."""
+        moves: Moves[M] = Moves()
         parent = self._chunks.get(chunk.parent)
         home = cast("PrefixDirectory[M] | None", parent.directory) if parent is not None else None
+        rest = self.directories.get(chunk.key.hex())
         if parent is None or home is None:
             self._new_directory(chunk, None)._link(chunk)
-            return []
-        continuation = cast("M | None", parent.next)
-        moved: list[M] = []
-        if continuation is not None and continuation.parent == parent.key:
-            moved = self._split(home, continuation)
-        if moved or any(self._continues(branch, parent) for branch in home.subdirectories.values()):
-            home = self._new_directory(chunk, home)
-        home._link(chunk)
-        return moved
+        elif rest is not None and rest.num_chunks:  # what is left of a fragment whose first chunk was removed
+            rest._link(chunk)
+            self._join(parent, moves)
+        else:
+            self._place(chunk, parent, home, moves)
+        self._join(chunk, moves)
+        return moves
+
+    def make_directory(self, key: Key, parent: PrefixDirectory[M] | None) -> PrefixDirectory[M]:
+        """An empty directory for a chunk that may come, in `parent` or at the top; or the one that is there."""
+        found = self.siblings(parent).get(key.hex())
+        if found is None:
+            found = PrefixDirectory(self, key, None, _NOTHING, next(self._next_inode))
+            self._attach(found, parent)
+        return found
 
     def remove(self, chunk: M) -> PrefixDirectory[M] | None:
         """Take a chunk out; returns the directory it was in, which may have gone with it."""
@@ -198,9 +248,10 @@ class PrefixTree(Generic[M]):
         while current is not None and current.is_empty and current.is_attached:
             if current.keep and not (even_if_kept and current is directory):
                 break
-            del (current.parent.subdirectories if current.parent else self.directories)[current.name]
+            above = current.parent
+            self._detach(current)
             went = went or current is directory
-            current = current.parent
+            current = above
         return went
 
     def descendants(self, chunk: M) -> Iterator[M]:
@@ -215,6 +266,21 @@ class PrefixTree(Generic[M]):
             if branch.built_on in keys:
                 yield from branch.subtree()
 
+    def _attach(self, directory: PrefixDirectory[M], parent: PrefixDirectory[M] | None) -> None:
+        directory.parent = parent
+        self.siblings(parent)[directory.name] = directory
+        if parent is None:
+            self._waiting.setdefault(directory.built_on, {})[directory] = None
+
+    def _detach(self, directory: PrefixDirectory[M]) -> None:
+        """Take a directory out of the one it is in; it does not forget where that was."""
+        del self.siblings(directory.parent)[directory.name]
+        if directory.parent is None:
+            waiting = self._waiting[directory.built_on]
+            del waiting[directory]
+            if not waiting:
+                del self._waiting[directory.built_on]
+
     def _followers(self, chunk: M) -> Iterator[M]:
         """The run behind a chunk, up to the first hole."""
         follower = cast("M | None", chunk.next)
@@ -222,28 +288,120 @@ class PrefixTree(Generic[M]):
             yield follower
             chunk, follower = follower, cast("M | None", follower.next)
 
-    def _continues(self, branch: PrefixDirectory[M], parent: M) -> bool:
-        return branch.built_on == parent.key and not branch.is_empty
+    def _has_branch(self, home: PrefixDirectory[M], chunk: M) -> bool:
+        """Whether something that continues `chunk` has a directory of its own in `home`."""
+        return any(branch.built_on == chunk.key and not branch.is_empty for branch in home.subdirectories.values())
 
     def _new_directory(self, first: M, parent: PrefixDirectory[M] | None) -> PrefixDirectory[M]:
         """A directory that bears the key of `first`; one that is there already is taken again."""
-        siblings = parent.subdirectories if parent else self.directories
-        directory = siblings.get(first.key.hex())
-        if directory is None:
-            directory = PrefixDirectory(self, first.key, parent, first.parent, next(self._next_inode))
-            siblings[directory.name] = directory
+        directory = self.make_directory(first.key, parent)
+        if directory.built_on != first.parent:
+            self._detach(directory)
+            directory.built_on = first.parent
+            self._attach(directory, parent)
         return directory
 
-    def _split(self, home: PrefixDirectory[M], first: M) -> list[M]:
-        """Move `first` and what is built on it, with the branches there, into a directory inside `home`."""
-        moved = [first, *self._followers(first)]
-        directory = self._new_directory(first, home)
-        keys = {chunk.key for chunk in moved}
+    def _place(self, chunk: M, parent: M, home: PrefixDirectory[M], moves: Moves[M]) -> None:
+        """Put a chunk behind its parent: at the end of the run, or beside what continues that already."""
+        is_branch = self._split(parent, home, moves)
+        if is_branch or self._has_branch(home, parent):
+            home = self._new_directory(chunk, home)
+        home._link(chunk)
+
+    def _split(self, parent: M, home: PrefixDirectory[M], moves: Moves[M]) -> bool:
+        """Move what continues `parent` in its run, with the branches there, into a directory inside `home`.
+
+        Returns whether anything did.
+        """
+        run = [*self._followers(parent)]
+        if not run:
+            return False
+        directory = self._new_directory(run[0], home)
+        keys = {chunk.key for chunk in run}
         for branch in [branch for branch in home.subdirectories.values() if branch.built_on in keys]:
-            del home.subdirectories[branch.name]
-            branch.parent = directory
-            directory.subdirectories[branch.name] = branch
-        for chunk in moved:
-            home._unlink(chunk)
-            directory._link(chunk)
-        return moved
+            self._move(branch, directory, moves)
+        self._move_chunks(run, directory, moves)
+        return True
+
+    def _join(self, chunk: M, moves: Moves[M]) -> None:
+        """Join the fragments that were waiting for `chunk` to it."""
+        waiting = self._waiting.get(chunk.key)
+        home = cast("PrefixDirectory[M] | None", chunk.directory)
+        if not waiting or home is None:
+            return
+        fragments = [fragment for fragment in waiting if self._fits(fragment, chunk, home)]
+        if not fragments:
+            return
+        if len(fragments) == 1 and home._last is chunk and not self._has_branch(home, chunk):
+            self._concatenate(home, fragments[0], moves)
+            return
+        self._split(chunk, home, moves)
+        for fragment in fragments:
+            self._move(fragment, home, moves)
+
+    def _fits(self, fragment: PrefixDirectory[M], chunk: M, home: PrefixDirectory[M]) -> bool:
+        """Whether a fragment can be joined to `chunk`: its first chunk is there, and what both say fits together."""
+        first = fragment._first
+        if first is None or first.key != fragment.key or first.position != chunk.position + 1:
+            return False
+        above: PrefixDirectory[M] | None = home
+        while above is not None:
+            if above is fragment:  # a client lied
+                return False
+            above = above.parent
+        return True
+
+    def _concatenate(self, home: PrefixDirectory[M], fragment: PrefixDirectory[M], moves: Moves[M]) -> None:
+        """Make one directory of a run and the fragment that continues it; it has the place and the name of the run's."""
+        kept, other = home, fragment
+        if (bool(fragment.keep), fragment.weight) > (bool(home.keep), home.weight):
+            kept, other = fragment, home
+        branches = list(home.subdirectories.values())
+        moves.directories.append(Renamed(None, fragment.name, fragment))
+        self._detach(fragment)
+        for branch in list(other.subdirectories.values()):
+            self._move(branch, kept, moves)
+        self._move_chunks(list(other.chunks()), kept, moves)
+        if kept is fragment:
+            moves.directories.append(Renamed(home.parent, home.name, home))
+            self._detach(home)
+            fragment.key, fragment.built_on = home.key, home.built_on
+            self._attach(fragment, home.parent)
+        self._part(branches, moves)  # holes are filled: some may hang on what has just joined the run
+
+    def _move(self, directory: PrefixDirectory[M], target: PrefixDirectory[M], moves: Moves[M]) -> None:
+        """Move a directory into another. Of two that bear the same name there the one without chunks makes way."""
+        moves.directories.append(Renamed(directory.parent, directory.name, directory))
+        if directory.is_attached:
+            self._detach(directory)
+        rival = target.subdirectories.get(directory.name)
+        if rival is not None and rival.num_chunks:
+            directory, rival = rival, directory
+        elif rival is not None:
+            moves.directories.append(Renamed(target, rival.name, rival))
+            self._detach(rival)
+        if rival is not None:
+            for branch in list(rival.subdirectories.values()):
+                self._move(branch, directory, moves)
+        if not directory.is_attached:
+            self._attach(directory, target)
+        if rival is not None and rival.num_chunks:  # what holes left in both
+            self._move_chunks(list(rival.chunks()), directory, moves)
+            self._part(list(directory.subdirectories.values()), moves)
+
+    def _part(self, branches: list[PrefixDirectory[M]], moves: Moves[M]) -> None:
+        """Where one of these branches and a run continue the same chunk, give the run a directory of its own."""
+        for branch in branches:
+            chunk = self._chunks.get(branch.built_on)
+            if chunk is not None and branch.parent is chunk.directory and branch.parent and not branch.is_empty:
+                self._split(chunk, branch.parent, moves)
+
+    def _move_chunks(self, chunks: list[M], target: PrefixDirectory[M], moves: Moves[M]) -> None:
+        for chunk in chunks:
+            directory = cast("PrefixDirectory[M]", chunk.directory)
+            directory._unlink(chunk)
+            moves.chunks.append((chunk, directory))
+        if chunks and target._first is not None and chunks[-1].position <= target._first.position:
+            chunks = chunks[::-1]  # each finds its place at the front
+        for chunk in chunks:
+            target._link(chunk)

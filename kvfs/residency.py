@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Literal
 
-from kvfs.catalog import NOWHERE, Catalog, Chunk
+from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.commits import Commits
 from kvfs.erasing import Eraser
 from kvfs.errors import UnavailableError
@@ -28,7 +28,7 @@ from kvfs.ghosts import Ghost, Ghosts
 from kvfs.metrics import Counters, EventLog
 from kvfs.pins import Pins
 from kvfs.policies import Holding, Policy
-from kvfs.prefixes import PrefixDirectory
+from kvfs.prefixes import Moves, PrefixDirectory, Renamed
 from kvfs.system import System
 from kvfs.tiers.nvme import NvmeTier
 from kvfs.tiers.ram import RamTier
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 Change = Literal["published", "removed", "moved"]
 Observer = Callable[[Change, Chunk, PrefixDirectory[Chunk] | None], None]
+NameObserver = Callable[[ChunkTable, Renamed[Chunk]], None]
 _VICTIMS_AT_ONCE = 64
 _ERASED = frozenset({"rm", "expire"})
 
@@ -45,7 +46,9 @@ class Residency:
     """The catalog and the tiers, kept in step.
 
     Attributes: catalog, ram, nvme (None for a RAM cache), commits (None likewise), counters, events;
-    pins: what must stay in the lowest tier; ghosts: what is remembered of chunks that went; num_leases: holds on all chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes.
+    pins: what must stay in the lowest tier; ghosts: what is remembered of chunks that went; num_leases: holds on all
+    chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or
+    goes; name_observers: of every prefix directory that got another name or place.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Residency:
         self.lowest.policy = self._order
         self.observers: list[Observer] = []
         self.eraser = Eraser(nvme, counters) if nvme is not None else None
+        self.name_observers: list[NameObserver] = []
         self._system = system
         self.num_leases = 0
         self._to_erase: set[Chunk] = set()  # removed, and still with bytes
@@ -122,6 +126,14 @@ class Residency:
             self.pins.added(chunk)
         for observer in self.observers:
             observer(change, chunk, directory)
+
+    def tell_moves(self, table: ChunkTable, moves: Moves[Chunk]) -> None:
+        """Tell the observers what a new chunk moved in the prefix view."""
+        for chunk, directory in moves.chunks:
+            self.tell("moved", chunk, directory)
+        for renamed in moves.directories:
+            for observer in self.name_observers:
+                observer(table, renamed)
 
     def discard(self, chunk: Chunk, why: str, *, erases: bool = False) -> None:
         """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable.

@@ -39,6 +39,8 @@ class Statistics(msgspec.Struct, frozen=True):
     num_ghosts: int
     num_pinned: int
     held_bytes: int
+    num_staging: int
+    staging_bytes: int
     ram: TierStatistics
     nvme: TierStatistics | None
     counters: dict[str, int]
@@ -53,6 +55,8 @@ def gauges(now: Statistics) -> list[Gauge]:
         Gauge("held_bytes", "bytes of chunks that are not evicted because of pins", now.held_bytes),
         Gauge("dirty_bytes", "bytes in RAM that are not on NVMe yet", now.dirty_bytes),
         Gauge("leases", "holds on chunks", now.num_leases),
+        Gauge("staging_files", "files that are being copied in", now.num_staging),
+        Gauge("staging_bytes", "bytes in RAM of files that are being copied in", now.staging_bytes),
         Gauge("ram_capacity_bytes", "size of the RAM tier", now.ram.capacity_bytes),
         Gauge("ram_used_bytes", "bytes allocated in the RAM tier", now.ram.used_bytes),
     ]

@@ -21,7 +21,7 @@ from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.chunk import Facts, Geometry, geometry, parse_header, verify_payload
 from kvfs.cold_reads import ColdReads
 from kvfs.config import Settings, format_size
-from kvfs.errors import CorruptChunk, UnavailableError, UsageError
+from kvfs.errors import CapacityError, CorruptChunk, UnavailableError, UsageError
 from kvfs.index import NamespaceRow
 from kvfs.intake import Handed, Reservation, receive
 from kvfs.keys import ChainHash, Key, key_of
@@ -30,7 +30,8 @@ from kvfs.messages import NewChunk, StoreStatus, Tier
 from kvfs.metrics import Counters, render
 from kvfs.namespace import Namespace
 from kvfs.promotion import Promoter, Promotion, drop_corrupt
-from kvfs.residency import Observer, Residency
+from kvfs.residency import NameObserver, Observer, Residency
+from kvfs.staging import Staged, Staging, prove
 from kvfs.statistics import Capacity, Statistics, TierStatistics, gauges
 from kvfs.system import System
 from kvfs.tiers.nvme import Slice, check_header
@@ -44,11 +45,16 @@ _FLUSH_AT_END_S = 60.0
 _BYTES_A_THREAD = (
     64 << 20
 )  # of a publish: a thread more for less takes the core from the engine that is to fill the next
+_ROOM_DEADLINE_S = 20.0  # for a copy that is faster than the volume
+_MAX_WAITING_FOR_ROOM = 64
 _MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and stays when its last chunk goes
 
 
 class Store:
-    """See the module. Attributes: settings, catalog, counters, events, arena, volume (None for a RAM cache), limits."""
+    """See the module.
+
+    Attributes: settings, catalog, counters, events, arena, volume (None for a RAM cache), limits, staging.
+    """
 
     def __init__(
         self, settings: Settings, system: System, residency: Residency, nursery: trio.Nursery, volume: Volume | None
@@ -62,6 +68,8 @@ class Store:
         self.limits = Limits(residency, system)
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
+        self._num_waiting_for_room = 0
+        self.staging = Staging(residency.ram, self._wait_for_room, system.monotonic)
         self._used: set[Chunk] = set()
         self._last_number = 0  # of a namespace
         self._looked_at: set[ChunkTable] = set()  # whether their chunks fit
@@ -84,21 +92,26 @@ class Store:
         return self._residency.observers
 
     @property
+    def on_renamed(self) -> list[NameObserver]:
+        """Callbacks for names of prefix directories that stand for something else, or nothing, now."""
+        return self._residency.name_observers
+
+    @property
     def has_nvme(self) -> bool:
         """Whether there is a tier that outlives the daemon."""
         return self.volume is not None
 
     # namespaces
 
-    def attach(self, namespace: Namespace) -> ChunkTable:
-        """The table of a namespace. Raises UsageError for one that is impossible or contradicts what is stored."""
+    def attach(self, namespace: Namespace, created_ns: int | None = None) -> ChunkTable:
+        """The table of a namespace; one that is new is as old as said, or as now. Raises UsageError for one that is impossible or contradicts what is stored."""
         namespace.check()
         geometry(namespace, namespace.identity.tokens_per_chunk)
         tables = self.catalog.tables
         is_known = namespace.directory in tables
         if not is_known and len(tables) >= _MAX_NAMESPACES:
             raise UsageError(f"there are {_MAX_NAMESPACES} namespaces already, and no more are taken")
-        table = self.catalog.table(namespace, self.system.time_ns())
+        table = self.catalog.table(namespace, self.system.time_ns() if created_ns is None else created_ns)
         table.num_attached += 1
         if not is_known:
             self._last_number = 1 + max(self._last_number, *(other.number for other in tables.values()))
@@ -234,11 +247,7 @@ class Store:
         if key in table.chunks:
             self.counters.stores_existing += 1
             return StoreStatus.EXISTS
-        parent = table.chunks.get(Key(new.parent))
-        if parent is not None and (
-            parent.position + 1 != new.position or parent.num_tokens != table.namespace.identity.tokens_per_chunk
-        ):
-            raise UsageError(f"a chunk at position {new.position} cannot follow the chunk that it names as its parent")
+        parent = _parent(table, Key(new.parent), new.position)
         fits = self._fits(geo) and self.limits.make_room(table, geo.file_bytes, parent)
         offset = self._residency.reserve_ram(geo.file_bytes) if fits else None
         if offset is None:
@@ -338,11 +347,11 @@ class Store:
         """These chunks were published together. Call it after the reply is out."""
         self._residency.arrived(self._residency.ram.policy, chunks)
 
-    def _make_visible(self, reservation: Reservation, created_ns: int) -> None:
+    def _make_visible(self, reservation: Reservation, created_ns: int, inode: int | None = None) -> Chunk:
         new = reservation.new
         reservation.table.reserved_bytes -= reservation.geometry.file_bytes
-        chunk, moved = self.catalog.create(
-            reservation.table, reservation.key, Key(new.parent), new.position, new.num_tokens, created_ns
+        chunk, moves = self.catalog.create(
+            reservation.table, reservation.key, Key(new.parent), new.position, new.num_tokens, created_ns, inode
         )
         self._residency.ram.place(chunk, reservation.offset)
         ghost = self._residency.ghosts.pop(chunk.table.directory, chunk.key)
@@ -352,15 +361,67 @@ class Store:
         self.counters.stores_published += 1
         self.counters.published_bytes += chunk.length
         self.events.append("publish", namespace=chunk.table.directory, key=chunk.key.hex())
-        for other in moved:
-            self._residency.tell("moved", other, chunk.home.parent if chunk.home else None)
+        self._residency.tell_moves(chunk.table, moves)
         self._residency.tell("published", chunk, chunk.home)
         if self._writer is not None:
             self._writer.add(chunk)
+        return chunk
 
     def _free_reserved(self, reservation: Reservation) -> None:
         self._residency.ram.extents.free(reservation.offset, reservation.geometry.file_bytes)
         reservation.table.reserved_bytes -= reservation.geometry.file_bytes
+
+    # copying in
+
+    async def admit(self, staged: Staged, table: ChunkTable, key: Key) -> Chunk:
+        """The chunk that a staged file is, visible now; it may have been there before, then the file is dropped.
+
+        Raises CorruptChunk or UsageError if it is not this chunk, CapacityError if the tiers are too small for it; the
+        file stays as it was.
+        """
+        async with self.staging.holding(staged):
+            raw = self.staging.view(staged)
+            geo, facts = await trio.to_thread.run_sync(prove, table.namespace, key, raw, limiter=self._copies)
+            if self.catalog.tables.get(table.directory) is not table:
+                raise UsageError(f"{table.directory} was removed meanwhile")
+            known = table.chunks.get(key)
+            if known is not None:
+                self.counters.copies_existing += 1
+                self.staging.drop(staged)
+                return known
+            parent = _parent(table, facts.parent, facts.position)
+            if staged.is_over:
+                raise UsageError("the file was dropped meanwhile")
+            if not self._fits(geo):
+                raise CapacityError("a tier is smaller than this chunk")
+            if not self.limits.make_room(table, geo.file_bytes, parent):
+                raise CapacityError(f"{table.directory} has reached its quota")
+            table.reserved_bytes += geo.file_bytes
+            new = NewChunk(facts.chain, facts.parent, facts.position, facts.num_tokens)
+            reservation = Reservation(table, new, key, geo, self.staging.take(staged, geo.file_bytes))
+            chunk = self._make_visible(reservation, facts.created_ns, staged.inode)
+        chunk.last_used_ns = max(chunk.created_ns, self.system.time_ns())  # else it would be old before it is used
+        self.counters.copies_admitted += 1
+        self.stored([chunk])
+        return chunk
+
+    async def _wait_for_room(self, length: int) -> int | None:
+        """An extent of the arena for what is being copied in, which unlike an engine can wait for the volume."""
+        offset = self._residency.reserve_ram(length)
+        writer, ram = self._writer, self._residency.ram
+        if offset is not None or writer is None or length > ram.extents.capacity:
+            return offset
+        if self._num_waiting_for_room >= _MAX_WAITING_FOR_ROOM:
+            return None
+        self._num_waiting_for_room += 1
+        try:
+            with trio.move_on_after(_ROOM_DEADLINE_S):
+                while offset is None and writer.num_dirty:
+                    await writer.progress()
+                    offset = self._residency.reserve_ram(length)
+        finally:
+            self._num_waiting_for_room -= 1
+        return offset
 
     # removing
 
@@ -397,6 +458,8 @@ class Store:
             num_ghosts=len(self._residency.ghosts),
             num_pinned=len(self._residency.pins),
             held_bytes=self._residency.pins.held_bytes,
+            num_staging=self.staging.num_files,
+            staging_bytes=self.staging.size_bytes,
             ram=TierStatistics(ram.extents.capacity, ram.extents.used_bytes, len(ram.policy), self.arena.kind),
             nvme=TierStatistics(
                 nvme.extents.capacity, nvme.extents.used_bytes, len(nvme.policy),
@@ -455,6 +518,16 @@ class Store:
             elif chunk.is_dirty and not chunk.is_removed:
                 dirty.add(chunk)
         self._used = dirty
+
+
+def _parent(table: ChunkTable, parent: Key, position: int) -> Chunk | None:
+    """The chunk that another names as its parent, if it is there. Raises UsageError if it cannot be that."""
+    above = table.chunks.get(parent)
+    if above is not None and (
+        above.position + 1 != position or above.num_tokens != table.namespace.identity.tokens_per_chunk
+    ):
+        raise UsageError(f"a chunk at position {position} cannot follow the chunk that it names as its parent")
+    return above
 
 
 def _verify_whole(chunk: Chunk, view: memoryview) -> None:

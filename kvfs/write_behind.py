@@ -80,6 +80,10 @@ class WriteBehind:
         while self.num_dirty:
             await self._changed.wait()
 
+    async def progress(self) -> None:
+        """Wait until a chunk became dirty or clean."""
+        await self._changed.wait()
+
     async def run(self) -> None:
         """Write group after group, for ever: while some are made durable the next are being written."""
         send, receive = trio.open_memory_channel[_Group](_MAX_WRITTEN_GROUPS)

@@ -26,6 +26,7 @@ This is kvfs: the KV cache of LLM inference engines on this node, in RAM and on 
   setfattr -n user.kvfs.quota -v 20GiB <namespace>   most it may have; user.kvfs.max_age -v 3d: how long unused
   du -sh <namespace>; df -h .    what it takes, what there is
   cp <chunk> /elsewhere          export: each chunk is a safetensors file that proves its own identity
+  cp -a /elsewhere/<namespace> . copy in what proves itself; the rest is "Invalid argument", .kvfs/events says why
   rm <chunk>                     remove a chunk from RAM and NVMe
   rm -rf <namespace>/prefixes/X  remove a prefix and all that was built on it; `kvfs ls` prints X
   cat .kvfs/status.json          what goes on; .kvfs/metrics says it for Prometheus
@@ -35,7 +36,7 @@ This is kvfs: the KV cache of LLM inference engines on this node, in RAM and on 
 A namespace is one model, dtype, layout and rank; namespace.json says which. It stays when its last chunk goes;
 rm -rf <namespace> takes it too, unless an engine uses it.
 Both names of a chunk are one file: removing either removes both. A chunk that is open is kept until it is closed.
-No file can be written here: engines store through the socket that .kvfs/session points to.
+Engines store through the socket that .kvfs/session points to; people copy in chunks, and nothing else.
 Chunks hold users' prompts in another form. Treat copies accordingly.
 """
 

@@ -89,7 +89,9 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
         stack.callback(work.cancel_scope.cancel)
         operations = _operations(store, path, socket_path, work)
         store.on_change.append(operations.changed)
+        store.on_renamed.append(operations.renamed)
         stack.callback(store.on_change.remove, operations.changed)
+        stack.callback(store.on_renamed.remove, operations.renamed)
         mounted = stack.enter_context(_mounted(operations, path, settings))
         async with trio.open_nursery() as fuse:
             is_over = trio.Event()
@@ -118,7 +120,13 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
 def _operations(store: Store, path: str, socket_path: str, nursery: trio.Nursery) -> Operations:
     faults = Faults(store.counters)
     control = ControlFiles(store, path, socket_path)
-    return Operations(store, Tree(store.catalog, control.size, store.system.time_ns()), control, faults, nursery)
+    return Operations(
+        store,
+        Tree(store.catalog, control.size, store.system.time_ns(), store.system.monotonic),
+        control,
+        faults,
+        nursery,
+    )
 
 
 class _Mounted:
@@ -189,3 +197,4 @@ async def _expire_directories(operations: Operations) -> None:
     while True:
         await trio.sleep(EXPIRE_EVERY_S)
         operations.inodes.expire(trio.current_time())
+        await operations.copying.expire()

@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections import deque
 
 from kvfs.catalog import Chunk
+from kvfs.mount.staged_names import DraftDirectory, StagedFile
 from kvfs.prefixes import PrefixDirectory
 
 LINGER_S = 60.0
 
-Counted = Chunk | PrefixDirectory[Chunk]
+Counted = Chunk | PrefixDirectory[Chunk] | StagedFile | DraftDirectory
 
 
 class Inodes:
@@ -49,6 +50,11 @@ class Inodes:
         self._nodes[inode] = node
         if isinstance(node, PrefixDirectory):
             node.keep += 1
+
+    def replace(self, chunk: Chunk) -> None:
+        """A staged file has become this chunk, with the inode that it had."""
+        if chunk.inode in self._nodes:
+            self._nodes[chunk.inode] = chunk
 
     def forget(self, inode: int, count: int, now_s: float) -> None:
         """The kernel gives `count` back. What it was never told is ignored."""

@@ -5,10 +5,11 @@ unexpected becomes EIO, is counted and logged once; Cancelled passes. Without th
 end the daemon for everybody (measured).
 
 Concurrency: handlers run as tasks of the FUSE main loop. Only `read` and `getxattr` of a chunk, and what
-changes something (`unlink`, `rmdir`, `setxattr`, `removexattr`) wait, and they are bounded (`tier_work`), far below the `MAX_TASKS` of the main loop, so a hung device does not stop `ls`. All
-others run to their end without a checkpoint. What is read is leased from `open` to `release`, so a chunk that is removed stays readable where it is open.
-`flush` is left unimplemented on purpose: closing a file, and each fork+exec of a process that has one open, then never
-waits for the daemon.
+changes something (`unlink`, `rmdir`, `setxattr`, `removexattr`) wait, and they are bounded (`tier_work`), far below the
+`MAX_TASKS` of the main loop, so a hung device does not stop `ls`; so are `write`, `flush`, `rename` and `setattr` of what
+is being copied in (`copying_in`). All others run to their end without a checkpoint. What is read is leased from `open`
+to `release`, so a chunk that is removed stays readable where it is open.
+`flush` answers at once but for files that are being copied in, whose close says whether they proved themselves.
 """
 
 # ruff: noqa: D102 (pyfuse3.Operations says what each handler does)
@@ -41,15 +42,17 @@ from pyfuse3 import (
     XAttrNameT,
 )
 
-from kvfs.catalog import NOWHERE, Chunk
+from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.mount.control import ControlFiles
+from kvfs.mount.copying_in import CopyingIn
 from kvfs.mount.errnos import Faults
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations, Place
+from kvfs.mount.staged_names import DraftDirectory, StagedFile
 from kvfs.mount.tier_work import TierWork
 from kvfs.mount.tree import SECTOR_BYTES, TIMEOUT_S, Fixed, Node, Role, Tree, is_directory, is_growing
-from kvfs.mount.xattrs import PREFIX, Xattrs
-from kvfs.prefixes import PrefixDirectory
+from kvfs.mount.xattrs import PREFIX, Xattrs, parse_pin
+from kvfs.prefixes import PrefixDirectory, Renamed
 from kvfs.residency import Change
 from kvfs.store import Store
 
@@ -97,10 +100,11 @@ class OpenDirectory:
 
 @dataclass(slots=True)
 class OpenFile:
-    """A file that is being read: a leased chunk, or the content as it was when it was opened (None: the events)."""
+    """An open file: a leased chunk, one that is being copied in, or the content as it was (None: the events)."""
 
     chunk: Chunk | None
     content: bytes | None
+    staged: StagedFile | None = None
 
 
 class Operations(GuardedOperations):
@@ -109,6 +113,7 @@ class Operations(GuardedOperations):
     Attributes:
         tree, control, inodes, faults: see there.
         invalidations: names that the kernel is to drop.
+        copying: what becomes of what people make here.
 
     `nursery` is for work that outlives the request it was begun for; it ends after the main loop.
     """
@@ -122,6 +127,7 @@ class Operations(GuardedOperations):
         self.faults = faults
         self.inodes = Inodes()
         self.invalidations = Invalidations(pyfuse3.invalidate_entry)
+        self.copying = CopyingIn(store, tree, self.inodes, self.invalidations)
         self._store = store
         self._xattrs = Xattrs(store)
         self._uid, self._gid = os.geteuid(), os.getegid()
@@ -197,8 +203,11 @@ class Operations(GuardedOperations):
         node = self._node(inode)
         if is_directory(node):
             raise FUSEError(errno.EISDIR)
-        if flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_TRUNC | os.O_APPEND):
-            raise FUSEError(errno.EROFS)
+        if isinstance(node, StagedFile) or flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_TRUNC | os.O_APPEND):
+            staged = self.copying.open(node)
+            if flags & os.O_TRUNC:
+                await self._begin(staged, self.copying.truncate(staged, 0))
+            return self._staged_handle(staged)
         if isinstance(node, Chunk):
             if node.is_removed and not node.leases:
                 raise FUSEError(errno.ENOENT)
@@ -218,6 +227,8 @@ class Operations(GuardedOperations):
         file = self._open[fh]
         assert isinstance(file, OpenFile)
         chunk = file.chunk
+        if file.staged is not None:
+            return self._store.staging.read(file.staged.staged, off, size)
         if chunk is None:
             return self.control.read_events(off, size) if file.content is None else file.content[off : off + size]
         size = min(size, chunk.length - off)
@@ -230,13 +241,22 @@ class Operations(GuardedOperations):
 
     async def release(self, fh: FileHandleT) -> None:
         file = self._open.pop(fh, None)
-        if isinstance(file, OpenFile) and file.chunk is not None:
+        if isinstance(file, OpenFile):
+            self._close(file)
+
+    def _close(self, file: OpenFile) -> None:
+        if file.chunk is not None:
             self._store.release(file.chunk)
+        if file.staged is not None:
+            self.copying.release(file.staged)
 
     # removal
 
     async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        chunk = self.tree.chunk_to_unlink(self._node(parent_inode), name)
+        parent = self._node(parent_inode)
+        if self.copying.unlink(parent, name):
+            return
+        chunk = self.tree.chunk_to_unlink(parent, name)
         if chunk is None:
             return
         self._unlinking[chunk.inode] = (parent_inode, name)
@@ -246,7 +266,10 @@ class Operations(GuardedOperations):
             self._unlinking.pop(chunk.inode, None)
 
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        table = self.tree.remove_directory(self._node(parent_inode), name)
+        parent = self._node(parent_inode)
+        if self.copying.remove_directory(parent, name):
+            return
+        table = self.tree.remove_directory(parent, name)
         if table is not None:
             self._store.remove_namespace(table)  # before anybody can attach to it
             await self._tier.run(None, self._store.settle)
@@ -260,19 +283,21 @@ class Operations(GuardedOperations):
         places = self.tree.places(chunk, directory)
         if kind == "moved":
             places = places[1:]  # the name in chunks/ holds
-            home = cast(PrefixDirectory[Chunk] | None, chunk.directory)
-            if directory is not None and home is not None and home.key == chunk.key:
-                places += [(directory.inode, self.tree.name(branch)) for branch in home.subdirectories.values()]
         own = self._unlinking.get(chunk.inode)
         for place in places:
             if place != own:
                 self.invalidations.put(place)
 
+    def renamed(self, table: ChunkTable, name: Renamed[Chunk]) -> None:
+        """A prefix directory got another name or place."""
+        if name.directory.keep:
+            self.invalidations.put((self.tree.inode_of(table, name.parent), name.name.encode()))
+
     def close(self) -> None:
         """After the main loop: give back the leases of whoever had files open when the mount went."""
         for file in self._open.values():
-            if isinstance(file, OpenFile) and file.chunk is not None:
-                self._store.release(file.chunk)
+            if isinstance(file, OpenFile):
+                self._close(file)
         self._open.clear()
         self.inodes.forget_all()
 
@@ -299,6 +324,12 @@ class Operations(GuardedOperations):
         return [(PREFIX + name).encode() for name in self._xattrs.names(self._node(inode))]
 
     async def setxattr(self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext) -> None:
+        node = self._node(inode)
+        if isinstance(node, StagedFile) and (own := _own_xattr(name)) is not None:  # cp -a and rsync -X bring a chunk's
+            if own == "pin":
+                parse_pin(value, 0)
+                node.pin = value
+            return
         await self._change_xattr(inode, name, value)
 
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
@@ -310,44 +341,67 @@ class Operations(GuardedOperations):
             raise FUSEError(errno.ENOTSUP)
         await self._tier.run(None, self._xattrs.change(self._node(inode), own, value))
 
-    # what cannot be done: chunks are immutable, and stored through the session
+    # copying in
 
     async def create(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, flags: FlagT, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        raise _read_only(name)
+        staged = self.copying.create(self._node(parent_inode), name)
+        return self._staged_handle(staged), self._entry(staged)
+
+    async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
+        await self.copying.write(self._staged(fh), off, buf)
+        return len(buf)
+
+    async def flush(self, fh: FileHandleT) -> None:
+        file = self._open.get(fh)
+        if isinstance(file, OpenFile) and file.staged is not None:
+            await self.copying.flush(file.staged)
+
+    async def setattr(
+        self, inode: InodeT, attr: EntryAttributes, fields: SetattrFields, fh: FileHandleT | None, ctx: RequestContext
+    ) -> EntryAttributes:
+        """Only sizes of what is being copied in change. Owners, modes and times are those of the mount and of the chunk.
+
+        Setting them succeeds: `cp -p` and `tar` must not fail for that. Whose file it is the kernel has checked.
+        """
+        node = self._node(inode)
+        if fields.update_size:
+            if fh is not None:
+                await self.copying.truncate(self._staged(fh), attr.st_size)
+            elif isinstance(node, StagedFile):
+                await self.copying.truncate(node, attr.st_size)
+            else:
+                raise FUSEError(errno.EPERM if isinstance(node, Chunk) else errno.EROFS)
+        self.copying.touched(node, attr.st_mtime_ns if fields.update_mtime else None)
+        return self._fill(EntryAttributes(), node)
+
+    async def rename(
+        self, parent_inode_old: InodeT, name_old: FileNameT, parent_inode_new: InodeT, name_new: FileNameT,
+        flags: FlagT, ctx: RequestContext,
+    ) -> None:  # fmt: skip
+        old, new = self._node(parent_inode_old), self._node(parent_inode_new)
+        await self.copying.rename(old, name_old, new, name_new, flags)
+
+    async def link(
+        self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
+    ) -> EntryAttributes:
+        entry = self._entry(self.copying.link(self._node(inode), self._node(new_parent_inode), new_name))
+        entry.entry_timeout = 0  # whether the name is there the tree decides
+        return entry
+
+    async def mkdir(self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext) -> EntryAttributes:
+        return self._entry(self.copying.make_directory(self._node(parent_inode), name))
 
     async def mknod(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, rdev: int, ctx: RequestContext
     ) -> EntryAttributes:
         raise _read_only(name)
 
-    async def mkdir(self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext) -> EntryAttributes:
-        raise _read_only(name)
-
     async def symlink(
         self, parent_inode: InodeT, name: FileNameT, target: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
         raise _read_only(name)
-
-    async def link(
-        self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
-    ) -> EntryAttributes:
-        raise _read_only(new_name)
-
-    async def rename(
-        self, parent_inode_old: InodeT, name_old: FileNameT, parent_inode_new: InodeT, name_new: FileNameT,
-        flags: FlagT, ctx: RequestContext,
-    ) -> None:  # fmt: skip
-        raise _read_only(name_new)
-
-    async def setattr(
-        self, inode: InodeT, attr: EntryAttributes, fields: SetattrFields, fh: FileHandleT | None, ctx: RequestContext
-    ) -> EntryAttributes:
-        raise FUSEError(errno.EROFS)
-
-    async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
-        raise FUSEError(errno.EROFS)
 
     # helpers
 
@@ -376,9 +430,28 @@ class Operations(GuardedOperations):
         entry.st_mtime_ns = modified_ns
         entry.st_atime_ns = used_ns
         entry.st_ctime_ns = created_ns
-        entry.entry_timeout = TIMEOUT_S
+        entry.entry_timeout = 0 if isinstance(node, StagedFile | DraftDirectory) else TIMEOUT_S
         entry.attr_timeout = timeout_s
         return entry
+
+    def _staged(self, fh: int) -> StagedFile:
+        """The file that a handle writes to."""
+        file = self._open.get(fh)
+        if not isinstance(file, OpenFile) or file.staged is None:
+            raise FUSEError(errno.EBADF)
+        return file.staged
+
+    def _staged_handle(self, staged: StagedFile) -> FileInfo:
+        """Direct I/O: what is written must not show in the pages of those who read the chunk that is there already."""
+        return FileInfo(fh=self._handle(OpenFile(None, None, staged)), direct_io=True, keep_cache=False)
+
+    async def _begin(self, staged: StagedFile, work: Awaitable[None]) -> None:
+        """The first thing that is done to a file that was opened; if it fails, so does open."""
+        try:
+            await work
+        except BaseException:
+            self.copying.release(staged)
+            raise
 
     def _handle(self, opened: OpenFile | OpenDirectory) -> FileHandleT:
         handle = self._next_handle

@@ -6,8 +6,8 @@
     /<namespace>/prefixes/<key of the first chunk>/…
     /.kvfs/{session,status.json,metrics,events,config.toml}
 
-A node is a `Fixed` (a place that is always there), a `Chunk`, or a `PrefixDirectory` of the catalog. Both names of a
-chunk are one node. What the files under `.kvfs` contain is in `control`; what the kernel knows is in `inodes`.
+A node is a `Fixed` (a place that is always there), a `Chunk`, or a `PrefixDirectory` of the catalog; or what is being
+copied in, see `staged_names`. Both names of a chunk are one node. What the files under `.kvfs` contain is in `control`; what the kernel knows is in `inodes`.
 
 Concurrency: belongs to the event loop's thread, nothing here waits.
 """
@@ -17,13 +17,15 @@ from __future__ import annotations
 import enum
 import errno
 import stat
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from kvfs.catalog import Catalog, Chunk, ChunkTable
 from kvfs.chunk import parse_file_name
 from kvfs.mount.errnos import Refused
+from kvfs.mount.staged_names import Draft, DraftDirectory, StagedFile, StagedNames
 from kvfs.prefixes import PrefixDirectory
 
 ROOT_INODE = 1
@@ -54,22 +56,28 @@ class Role(enum.Enum):
 
 _DIRECTORIES = frozenset({Role.ROOT, Role.CONTROL, Role.NAMESPACE, Role.CHUNKS, Role.PREFIXES})
 DIRECTORY_MODE = stat.S_IFDIR | 0o750
-CHUNK_MODE = stat.S_IFREG | 0o640  # immutable all the same; who may not write may not set attributes either
+CHUNK_MODE = (
+    stat.S_IFREG | 0o640
+)  # its owner may copy over it and set attributes: what does not prove itself is refused
 FILE_MODE = stat.S_IFREG | 0o440
 LINK_MODE = stat.S_IFLNK | 0o777  # the mode of a link is never looked at, symlink(7)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fixed:
-    """A node that is always there; `table` is the namespace it belongs to, if it belongs to one."""
+    """A node that is always there.
+
+    `table` is the namespace it belongs to, if it belongs to one; `draft` tells that somebody is copying it in.
+    """
 
     role: Role
     inode: int
     name: bytes
     table: ChunkTable | None = None
+    draft: Draft | None = None
 
 
-Node = Fixed | Chunk | PrefixDirectory[Chunk]
+Node = Fixed | Chunk | PrefixDirectory[Chunk] | StagedFile | DraftDirectory
 
 
 class Attributes(NamedTuple):
@@ -86,23 +94,23 @@ class Attributes(NamedTuple):
     timeout_s: float
 
 
-class _TableNodes(NamedTuple):
-    """The fixed nodes of one namespace, in the order in which they are listed: `rm -rf` empties it before the rest."""
+class TableNodes(NamedTuple):
+    """The fixed nodes of one namespace, in the order in which they are listed: who copies it wants to know first what it is."""
 
     directory: Fixed
+    json: Fixed
     chunks: Fixed
     prefixes: Fixed
-    json: Fixed
 
 
 class _Hidden(NamedTuple):
-    """Names that were removed in an empty namespace. They are there again when it is used again.
+    """Names of a namespace that were removed. They are there again when it is used again.
 
-    Attributes: roles: which; num_attached: of the table at that time.
+    Attributes: roles: which; uses: of the table at that time.
     """
 
     roles: set[Role]
-    num_attached: int
+    uses: tuple[int, int]
 
 
 class Tree:
@@ -111,12 +119,21 @@ class Tree:
     Attributes:
         catalog: where chunks and prefix directories come from.
         root: the node of the mount point.
+        staged: what is being copied in.
 
-    `file_size` gives the size of the fixed files (0 for those whose content is made when they are opened).
+    `file_size` gives the size of the fixed files (0 for those whose content is made when they are opened), `now_s` is
+    the system's monotonic clock.
     """
 
-    def __init__(self, catalog: Catalog, file_size: Callable[[Fixed], int], started_ns: int) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        file_size: Callable[[Fixed], int],
+        started_ns: int,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.catalog = catalog
+        self.staged = StagedNames(now_s)
         self._file_size = file_size
         self._started_ns = started_ns
         self.root = Fixed(Role.ROOT, ROOT_INODE, b"")
@@ -131,13 +148,17 @@ class Tree:
         ]  # fmt: skip
         self._top = [Fixed(Role.README, 2, b"README.txt"), Fixed(Role.CONTROL, 3, b".kvfs")]
         self._fixed = {node.inode: node for node in [self.root, *self._top, *self._control]}
-        self._tables: dict[bytes, _TableNodes] = {}
+        self._tables: dict[bytes, TableNodes] = {}
         self._hidden: dict[ChunkTable, _Hidden] = {}
         self._last_inode = FIRST_TABLE_INODE - 1
 
     def fixed(self, inode: int) -> Fixed | None:
         """The fixed node of an inode."""
-        return self._fixed.get(inode) if inode <= LAST_FIXED_INODE else None
+        node = self._fixed.get(inode) if inode <= LAST_FIXED_INODE else None
+        if node is None or node.draft is None:
+            return node
+        # It may have become a namespace, or be a draft no more.
+        return next((now for now in self.nodes(node.draft) if now.role is node.role), None)
 
     def lookup(self, parent: Node, name: bytes) -> Node | None:
         """What `name` stands for in `parent`; None if there is no such name.
@@ -146,14 +167,20 @@ class Tree:
         """
         if len(name) > MAX_NAME_BYTES:
             raise Refused(errno.ENAMETOOLONG)
+        if not is_directory(parent):
+            raise Refused(errno.ENOTDIR)
+        if (staged := self.staged.find(parent.inode, name)) is not None:
+            return staged
         if isinstance(parent, PrefixDirectory):
             return self._in_prefix(parent, name)
-        if not isinstance(parent, Fixed) or parent.role not in _DIRECTORIES:
-            raise Refused(errno.ENOTDIR)
+        if isinstance(parent, DraftDirectory):
+            return None
+        assert isinstance(parent, Fixed)
         if parent.role is Role.CHUNKS:
-            return _chunk(cast(ChunkTable, parent.table), name)
+            return None if parent.table is None else _chunk(parent.table, name)
         if parent.role is Role.PREFIXES:
-            return cast(ChunkTable, parent.table).prefixes.directories.get(_text(name))
+            is_shown = parent.table is not None and parent.draft is None
+            return parent.table.prefixes.directories.get(_text(name)) if is_shown and parent.table else None
         if parent.role is Role.ROOT and (nodes := self._nodes_of(name)) is not None:
             return nodes.directory
         fixed = self._top if parent.role is Role.ROOT else self.entries(parent)
@@ -167,41 +194,48 @@ class Tree:
         """
         if isinstance(directory, PrefixDirectory):
             return [*directory.subdirectories.values(), *reversed([*directory.chunks()])]
+        if isinstance(directory, DraftDirectory):
+            return [*self.staged.listed(directory.inode)]
         if isinstance(directory, Fixed):
-            table = directory.table
+            table, draft = directory.table, directory.draft
             match directory.role:
                 case Role.ROOT:
-                    return [*self._top, *(self._nodes(table).directory for table in self.catalog.tables.values())]
+                    return [*self._top, *(self.nodes(table).directory for table in self.catalog.tables.values())]
                 case Role.CONTROL:
                     return [*self._control]
-                case Role.NAMESPACE if table is not None:
-                    return [*self._shown(table)]
-                case Role.CHUNKS if table is not None:
-                    return [*reversed(table.chunks.values())]
-                case Role.PREFIXES if table is not None:
+                case Role.NAMESPACE:
+                    return [*self._shown(table or draft)]
+                case Role.CHUNKS:
+                    chunks = reversed(table.chunks.values()) if table is not None else ()
+                    return [*self.staged.listed(directory.inode), *chunks]
+                case Role.PREFIXES if table is not None and draft is None:
                     return [*table.prefixes.directories.values()]
+                case Role.PREFIXES:
+                    return [*self.staged.listed(directory.inode)]
         raise Refused(errno.ENOTDIR)
 
     def holds(self, parent: Node, node: Node) -> bool:
         """Whether an entry that `parent` had is still there."""
         if isinstance(node, Chunk):
-            return not node.is_removed and (isinstance(parent, Fixed) or _home(node) is parent)
+            return not node.is_removed and (not isinstance(parent, PrefixDirectory) or _home(node) is parent)
         if isinstance(node, PrefixDirectory):
             return node.is_attached and (node.parent is parent or (node.parent is None and isinstance(parent, Fixed)))
+        if isinstance(node, StagedFile | DraftDirectory):
+            return self.staged.find(parent.inode, node.name) is node
         return self._is_there(node)
 
     def name(self, node: Node) -> bytes:
         """The last part of a node's path."""
         if isinstance(node, Chunk):
             return node.file_name.encode()
-        return node.name if isinstance(node, Fixed) else node.name.encode()
+        return node.name.encode() if isinstance(node, PrefixDirectory) else node.name
 
     def attributes(self, node: Node) -> Attributes:
         """What `stat` says of a node. A removed chunk that somebody still holds has no links left."""
         if isinstance(node, Chunk):
             created = node.created_ns
             return Attributes(
-                node.inode, CHUNK_MODE, 0 if node.is_removed else 2, node.length, _CHUNK_BLOCK_BYTES, created,
+                node.inode, CHUNK_MODE, 0 if node.is_removed else 1 if self.staged.is_fresh(node) else 2, node.length, _CHUNK_BLOCK_BYTES, created,
                 node.last_used_ns, created, TIMEOUT_S,
             )  # fmt: skip
         if isinstance(node, PrefixDirectory):
@@ -210,16 +244,25 @@ class Tree:
             created, used = (first.created_ns, first.last_used_ns) if first else (self._started_ns, self._started_ns)
             links = 2 + len(node.subdirectories) if node.is_attached else 0
             return Attributes(node.inode, DIRECTORY_MODE, links, 0, 4096, created, used, created, TIMEOUT_S)
-        then = node.table.created_ns if node.table is not None else self._started_ns
+        if isinstance(node, StagedFile):
+            then, size = node.created_ns, node.staged.size
+            modified = then if node.modified_ns is None else node.modified_ns
+            return Attributes(node.inode, CHUNK_MODE, 1, size, _CHUNK_BLOCK_BYTES, modified, then, then, 0)
+        if isinstance(node, DraftDirectory):
+            then = node.draft.created_ns
+            return Attributes(node.inode, DIRECTORY_MODE, 2, 0, 4096, then, then, then, 0)
+        origin = node.table or node.draft
+        then = origin.created_ns if origin is not None else self._started_ns
         if node.role in _DIRECTORIES:
             links = 2 if self._is_there(node) else 0
             return Attributes(node.inode, DIRECTORY_MODE, links, 0, 4096, then, then, then, TIMEOUT_S)
-        mode = LINK_MODE if node.role is Role.SESSION else FILE_MODE
+        modes = {Role.SESSION: LINK_MODE, Role.NAMESPACE_JSON: CHUNK_MODE}
+        mode = modes.get(node.role, FILE_MODE)
         size = self._file_size(node)
         return Attributes(node.inode, mode, 1, size, 4096, then, then, then, 0 if is_growing(node) else TIMEOUT_S)
 
     def chunk_to_unlink(self, parent: Node, name: bytes) -> Chunk | None:
-        """The chunk that `unlink` removes; None for the namespace.json of an empty namespace, which is gone then.
+        """The chunk that `unlink` removes; None for a namespace.json, which is out of sight then.
 
         Raises Refused (ENOENT, EISDIR, EPERM for what is always there, or EBUSY while a client is attached).
         """
@@ -228,7 +271,7 @@ class Tree:
             raise Refused(errno.ENOENT)
         if isinstance(node, Chunk):
             return node
-        if isinstance(node, Fixed) and node.role is Role.NAMESPACE_JSON and not cast(ChunkTable, node.table).chunks:
+        if isinstance(node, Fixed) and node.role is Role.NAMESPACE_JSON:  # who takes it all away may begin with it
             self._hide(node)
             return None
         raise Refused(errno.EISDIR if is_directory(node) else errno.EPERM)
@@ -254,8 +297,9 @@ class Tree:
             raise Refused(errno.EPERM)
         if table.chunks:
             raise Refused(errno.ENOTEMPTY)
-        self._hide(cast(Fixed, node))
-        if cast(Fixed, node).role is not Role.NAMESPACE:
+        assert isinstance(node, Fixed)
+        self._hide(node)
+        if node.role is not Role.NAMESPACE:
             return None
         del self._hidden[table], self._tables[name]
         return table
@@ -263,10 +307,14 @@ class Tree:
     def places(self, chunk: Chunk, directory: PrefixDirectory[Chunk] | None) -> list[tuple[int, bytes]]:
         """Both names of a chunk that is, or was, in `directory`: inode of the parent, and name."""
         name = self.name(chunk)
-        found = [(self._nodes(chunk.table).chunks.inode, name)]
+        found = [(self.nodes(chunk.table).chunks.inode, name)]
         if directory is not None:
             found.append((directory.inode, name))
         return found
+
+    def inode_of(self, table: ChunkTable, directory: PrefixDirectory[Chunk] | None) -> int:
+        """The inode of a prefix directory; None: of the one that holds those at the top."""
+        return self.nodes(table).prefixes.inode if directory is None else directory.inode
 
     def _in_prefix(self, parent: PrefixDirectory[Chunk], name: bytes) -> Node | None:
         text = _text(name)
@@ -277,67 +325,108 @@ class Tree:
         chunk = tables.chunks.get(key) if tables is not None else None
         return chunk if chunk is not None and _home(chunk) is parent else None
 
-    def _nodes_of(self, name: bytes) -> _TableNodes | None:
-        table = self.catalog.tables.get(_text(name))
-        return None if table is None else self._nodes(table)
+    def _nodes_of(self, name: bytes) -> TableNodes | None:
+        text = _text(name)
+        home = self.catalog.tables.get(text) or self._draft(text)
+        return None if home is None else self.nodes(home)
 
-    def _nodes(self, table: ChunkTable) -> _TableNodes:
-        """The fixed nodes of a namespace; they get their inodes when the namespace is first seen."""
-        name = table.directory.encode()
+    def _draft(self, name: str) -> Draft | None:
+        """The draft of this name, if it is still one, or has become the namespace that is there."""
+        draft = self.staged.draft(name)
+        if draft is not None and draft.table is not None and self.catalog.tables.get(name) is not draft.table:
+            self.staged.forget_draft(draft)  # the namespace was removed
+            return None
+        return draft
+
+    def nodes(self, home: ChunkTable | Draft | None) -> TableNodes:
+        """The fixed nodes of a namespace; they get their inodes when it is first seen, as a draft perhaps."""
+        assert home is not None
+        text = home.directory if isinstance(home, ChunkTable) else home.name
+        table, draft, name = self.catalog.tables.get(text), self._draft(text), text.encode()
+        if table is None and draft is None and isinstance(home, Draft):
+            draft = home  # it was given up; the kernel still knows it
         nodes = self._tables.get(name)
-        if nodes is None or nodes.directory.table is not table:
-            nodes = self._tables[name] = _TableNodes(
-                self._new(Role.NAMESPACE, name, table),
-                self._new(Role.CHUNKS, b"chunks", table),
-                self._new(Role.PREFIXES, b"prefixes", table),
-                self._new(Role.NAMESPACE_JSON, b"namespace.json", table),
-            )
-        hidden = self._hidden.get(table)
-        if hidden is not None and (table.chunks or table.num_attached != hidden.num_attached):
+        if nodes is None or nodes.directory.table is not table or nodes.directory.draft is not draft:
+            former = nodes if nodes is not None and nodes.directory.draft is not None else None
+            nodes = self._tables[name] = TableNodes(
+                *(
+                    self._new(role, label, table, draft, former[index].inode if former else None)
+                    for index, (role, label) in enumerate(
+                        [
+                            (Role.NAMESPACE, name), (Role.NAMESPACE_JSON, b"namespace.json"), (Role.CHUNKS, b"chunks"),
+                            (Role.PREFIXES, b"prefixes"),
+                        ]
+                    )
+                )
+            )  # fmt: skip
+        hidden = self._hidden.get(table) if table is not None else None
+        if table is not None and hidden is not None and hidden.uses != _uses(table):
             del self._hidden[table]
             # With new inodes: the kernel looks up nothing more in a directory that it has seen removed.
-            nodes = self._tables[name] = _TableNodes(
-                *(self._new(node.role, node.name, table) if node.role in hidden.roles else node for node in nodes)
+            nodes = self._tables[name] = TableNodes(
+                *(
+                    self._new(node.role, node.name, table, draft) if node.role in hidden.roles else node
+                    for node in nodes
+                )
             )
         return nodes
 
-    def _new(self, role: Role, name: bytes, table: ChunkTable) -> Fixed:
-        """A node with an inode that no other has had for long."""
+    def _new(
+        self, role: Role, name: bytes, table: ChunkTable | None, draft: Draft | None, inode: int | None = None
+    ) -> Fixed:
+        """A node with an inode that no other has had for long, or the one that is given."""
+        if inode is not None:
+            node = self._fixed[inode] = Fixed(role, inode, name, table, draft)
+            return node
         for _ in range(FIRST_TABLE_INODE, LAST_FIXED_INODE + 1):
             self._last_inode = max(FIRST_TABLE_INODE, (self._last_inode + 1) % (LAST_FIXED_INODE + 1))
             former = self._fixed.get(self._last_inode)
             if former is None or not self._is_there(former):
-                node = self._fixed[self._last_inode] = Fixed(role, self._last_inode, name, table)
+                node = self._fixed[self._last_inode] = Fixed(role, self._last_inode, name, table, draft)
                 return node
         raise Refused(errno.ENFILE)  # the store takes a hundredth of so many namespaces
 
-    def _shown(self, table: ChunkTable) -> list[Fixed]:
-        """What a namespace's directory holds."""
-        nodes = self._nodes(table)[1:]
-        hidden = self._hidden.get(table)
-        return [node for node in nodes if hidden is None or node.role not in hidden.roles]
+    def _shown(self, home: ChunkTable | Draft | None) -> list[Fixed]:
+        """What the directory of a namespace holds."""
+        nodes = self.nodes(home)
+        table = nodes.directory.table
+        hidden = self._hidden.get(table) if table is not None else None
+        return [node for node in nodes[1:] if _is_made(node) and (hidden is None or node.role not in hidden.roles)]
 
     def _hide(self, node: Fixed) -> None:
-        """A name of an empty namespace is removed."""
-        table = cast(ChunkTable, node.table)
+        """A name of a namespace is removed."""
+        table = node.table
+        assert table is not None
         if table.num_sessions:
             raise Refused(errno.EBUSY)
-        self._hidden.setdefault(table, _Hidden(set(), table.num_attached)).roles.add(node.role)
+        self._hidden.setdefault(table, _Hidden(set(), _uses(table))).roles.add(node.role)
 
     def _is_there(self, node: Fixed) -> bool:
         """Whether a fixed node can be reached by its name."""
         table = node.table
         if table is None:
-            return True
+            return node.draft is None or self._draft(node.draft.name) is node.draft
         if self.catalog.tables.get(table.directory) is not table:
             return False
         nodes = self._tables.get(table.directory.encode())
         return nodes is not None and (node is nodes.directory or node in self._shown(table))
 
 
+def _uses(table: ChunkTable) -> tuple[int, int]:
+    """How often the namespace was attached to, and stored in."""
+    return table.num_attached, table.num_stored
+
+
+def _is_made(node: Fixed) -> bool:
+    """Whether whoever copies a namespace has made this part of it."""
+    if node.role is Role.NAMESPACE_JSON:
+        return node.table is not None
+    return node.draft is None or node.name in node.draft.made
+
+
 def is_directory(node: Node) -> bool:
     """Whether a node has entries."""
-    return isinstance(node, PrefixDirectory) or (isinstance(node, Fixed) and node.role in _DIRECTORIES)
+    return isinstance(node, PrefixDirectory | DraftDirectory) or (isinstance(node, Fixed) and node.role in _DIRECTORIES)
 
 
 def is_growing(node: Node) -> bool:

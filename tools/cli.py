@@ -18,7 +18,23 @@ import typer
 
 import kvfs
 from kvfs.errors import KvfsError, UsageError
-from kvfs.tools import config, destroy, fsck, ls, mount, pin, quota, rm, stat, status, tree, umount, verify
+from kvfs.tools import (
+    config,
+    destroy,
+    export,
+    fsck,
+    import_,
+    ls,
+    mount,
+    pin,
+    quota,
+    rm,
+    stat,
+    status,
+    tree,
+    umount,
+    verify,
+)
 from kvfs.tools import format as format_
 from kvfs.tools.bench import command as bench
 
@@ -90,6 +106,8 @@ app.command("config", epilog=config.EXAMPLES)(tells_errors(config.show_settings)
 app.command("format", epilog=format_.EXAMPLES)(tells_errors(format_.make_volume))
 app.command("fsck", epilog=fsck.EXAMPLES)(tells_errors(fsck.fsck))
 app.command("destroy", epilog=destroy.EXAMPLES)(tells_errors(destroy.destroy))
+app.command("export", epilog=export.EXAMPLES)(tells_errors(export.export))
+app.command("import", epilog=import_.EXAMPLES)(tells_errors(import_.import_))
 app.command("bench", epilog=bench.EXAMPLES)(tells_errors(bench.bench))
 
 

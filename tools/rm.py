@@ -298,7 +298,7 @@ class _Walk:
     def all_victims(self, top: str) -> Iterator[_Victim]:
         """The chunks below "prefixes" that are to go.
 
-        Chunks that were stored before those they are built on stand in a directory of their own there: it goes first.
+        Chunks that were stored without those they are built on stand in a directory of their own there: it goes first.
         """
         for name in sorted(names_in(top), key=self._position, reverse=True):
             yield from self.victims(os.path.join(top, name))

@@ -58,6 +58,8 @@ def _headline(document: dict[str, Any]) -> str:
     pinned = document.get("num_pinned", 0)
     if pinned:
         parts.append(f"· {pinned:,} pinned, which hold {format_size(document.get('held_bytes', 0))}")
+    if document.get("num_staging"):
+        parts.append(f"· {format_count(document['num_staging'], 'file')} being copied in")
     if dirty:
         parts.append(f"· {format_size(document.get('dirty_bytes', 0))} not yet on NVMe")
     return " ".join(parts)

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import subprocess
-import time
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,20 +134,21 @@ def test_a_stopped_daemon_is_not_mistaken_for_a_dead_one(mounted: Any, engine: A
     engine.load("a")
 
 
-def test_processes_with_open_files_can_fork_while_the_daemon_is_stopped(mounted: Any, engine: Any) -> None:
-    """Closing a file, and so each fork and exec, asks nothing of the daemon."""
+def test_closing_a_file_waits_for_a_stopped_daemon(mounted: Any, engine: Any, reap: Any) -> None:
+    """It says what became of what was written, so it has to ask. Who has no file open is not concerned."""
     engine.store("a")
-    with engine.file("a").open("rb") as file:
-        file.read(1)
-        with engine.file("a").open("rb"):
-            pass  # the first close ever asks, and is told not to
-        os.kill(mounted.pid, signal.SIGSTOP)
-        try:
-            began = time.monotonic()
-            subprocess.run(["true"], check=True, timeout=30)
-            assert time.monotonic() - began < 1
-        finally:
-            os.kill(mounted.pid, signal.SIGCONT)
+    script = "import os, sys; f = os.open(sys.argv[1], 0); print('open', flush=True); sys.stdin.read(); os.close(f); print('closed')"
+    command = [sys.executable, "-c", script, engine.file("a")]
+    reader = reap(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    assert reader.stdout.readline() == b"open\n"
+    os.kill(mounted.pid, signal.SIGSTOP)
+    try:
+        reader.stdin.close()
+        subprocess.run(["true"], check=True, timeout=30)
+        assert reader.poll() is None
+    finally:
+        os.kill(mounted.pid, signal.SIGCONT)
+    assert reader.stdout.read() == b"closed\n"
 
 
 def test_a_killed_reader_gives_its_lease_back(mounted: Any, engine: Any, reap: Any, wait: Any) -> None:

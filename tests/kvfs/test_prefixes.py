@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvfs.keys import Key
-from kvfs.prefixes import Member, PrefixDirectory, PrefixTree
+from kvfs.prefixes import Member, Moves, PrefixDirectory, PrefixTree
 
 Directory = PrefixDirectory[Member]
 
@@ -24,7 +24,7 @@ class Forest:
         self.inodes = itertools.count(1)
         self.tree: PrefixTree[Member] = PrefixTree("ns", self.chunks, self.inodes)
 
-    def add(self, name: str, parent: str, position: int) -> tuple[Member, list[Member]]:
+    def add(self, name: str, parent: str, position: int) -> tuple[Member, Moves[Member]]:
         """As `Catalog.create` does it."""
         chunk = Member(key(name), key(parent), position, next(self.inodes))
         self.chunks[chunk.key] = chunk
@@ -93,15 +93,16 @@ def test_a_branch_splits() -> None:
     """A second continuation moves what lay behind the branch into a directory beside the new one."""
     forest = Forest()
     forest.store("a", "ab", "abc", "abcd")
-    _, moved = forest.add("abX", "ab", 2)
-    assert [name_of(chunk.key) for chunk in moved] == ["abc", "abcd"]
+    home = forest.tree.directories[key("a").hex()]
+    _, moves = forest.add("abX", "ab", 2)
+    assert [(name_of(chunk.key), directory) for chunk, directory in moves.chunks] == [("abc", home), ("abcd", home)]
     assert forest.shape() == {"a": ["a", "ab"], "a/abc": ["abc", "abcd"], "a/abX": ["abX"]}
 
 
 def test_a_third_branch_moves_nothing() -> None:
     forest = Forest()
     forest.store("a", "ab", "aX")
-    assert forest.add("aY", "a", 1)[1] == []
+    assert forest.add("aY", "a", 1)[1] == Moves()
     assert forest.shape() == {"a": ["a"], "a/ab": ["ab"], "a/aX": ["aX"], "a/aY": ["aY"]}
 
 
@@ -124,12 +125,76 @@ def test_directories_never_merge() -> None:
     assert forest.shape() == {"a": ["a"], "a/ab": ["ab", "abc"]}
 
 
-def test_a_chunk_without_its_parent_is_at_the_top() -> None:
-    """Orphans head a directory of their own, and stay there when the parent comes back."""
+def test_a_chunk_without_its_parent_waits_at_the_top() -> None:
+    """A fragment heads a directory of its own until the chunk comes that it was built on; then they are one run."""
     forest = Forest()
-    forest.store("ab", "abc")
+    forest.store("abc", "ab")
+    assert forest.shape() == {"ab": ["ab", "abc"]}
+    forest.store("abcde", "abcdX")
+    assert forest.shape() == {"ab": ["ab", "abc"], "abcde": ["abcde"], "abcdX": ["abcdX"]}
+    forest.store("abcd")
+    assert forest.shape() == {
+        "ab": ["ab", "abc", "abcd"], "ab/abcde": ["abcde"], "ab/abcdX": ["abcdX"],
+    }  # fmt: skip
+    forest.store("aY", "a")
+    assert forest.shape() == {
+        "a": ["a"], "a/ab": ["ab", "abc", "abcd"], "a/ab/abcde": ["abcde"], "a/ab/abcdX": ["abcdX"], "a/aY": ["aY"],
+    }  # fmt: skip
+
+
+def test_the_smaller_run_is_moved() -> None:
+    """Leaf first, each chunk moves once; the directory is renamed, and whoever knew the old names is told."""
+    forest = Forest()
+    names = ["a" * length for length in range(1, 200)]
+    num_moved = 0
+    for name in reversed(names):
+        _, moves = forest.add(name, name[:-1] or "root", len(name) - 1)
+        num_moved += len(moves.chunks)
+    assert num_moved == len(names) - 1
+    assert [(renamed.parent, name_of(Key(bytes.fromhex(renamed.name)))) for renamed in moves.directories] == [
+        (None, "aa"), (None, "a"),
+    ]  # fmt: skip
+    assert len(forest.tree.directories) == 1
+    assert list(forest.shape()) == ["a"]
+
+
+def test_a_directory_that_the_kernel_knows_stays() -> None:
+    """Whoever made a directory to copy into it finds it again, however large the fragment is that joins it."""
+    forest = Forest()
+    made = forest.tree.make_directory(key("a"), None)
+    made.keep += 1
+    forest.store("abcd", "abc", "ab", "a")
+    assert forest.tree.directories == {made.name: made}
+    assert forest.shape() == {"a": ["a", "ab", "abc", "abcd"]}
+
+
+def test_a_made_directory_makes_way_and_is_taken() -> None:
+    """A mkdir in the prefix view only prepares; what comes goes where the tree has it."""
+    forest = Forest()
+    made = forest.tree.make_directory(key("abX"), forest.tree.make_directory(key("a"), None))
+    made.keep += 1
+    assert forest.tree.make_directory(key("abX"), made.parent) is made
+    forest.store("abX", "abc", "ab", "a")
+    assert forest.shape() == {"a": ["a", "ab"], "a/abX": ["abX"], "a/abc": ["abc"]}
+    assert not made.is_attached
+
+
+def test_a_fragment_that_lost_its_first_chunk() -> None:
+    """It is joined when that chunk comes back, not before: until then nobody knows what is behind the hole."""
+    forest = Forest()
+    forest.store("ab", "abc", "abcd")
+    forest.remove("ab")
     forest.store("a")
-    assert forest.shape() == {"ab": ["ab", "abc"], "a": ["a"]}
+    assert forest.shape() == {"ab": ["abc", "abcd"], "a": ["a"]}
+    forest.store("ab")
+    assert forest.shape() == {"a": ["a", "ab", "abc", "abcd"]}
+
+
+def test_a_fragment_whose_position_contradicts_is_not_joined() -> None:
+    forest = Forest()
+    forest.add("b", "a", 7)
+    forest.add("a", "root", 0)
+    assert forest.shape() == {"b": ["b"], "a": ["a"]}
 
 
 def test_a_hole_is_filled() -> None:
@@ -248,20 +313,26 @@ class Prefixes(RuleBasedStateMachine):
     def homes(self) -> dict[str, Directory | None]:
         return {name_of(key_): chunk.directory for key_, chunk in self.forest.chunks.items()}
 
+    def names(self) -> dict[tuple[Directory | None, str], Directory]:
+        paths = [[None, *path] for path in walk(self.forest.tree)]
+        return {(path[-2], path[-1].name): path[-1] for path in paths if path[-1] is not None}
+
     @precondition(lambda self: self.missing)
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
-        """Only what is behind a split moves, and it moves one level down from where it was."""
+        """Only what is said to have moved did: what is behind a split, and what is joined, which is built on the new."""
         name = data.draw(st.sampled_from(self.missing))
-        before = self.homes()
-        _, moved = self.forest.add(name, self.parent[name], self.position[name])
-        moved_names = {name_of(chunk.key) for chunk in moved}
+        before, names_before = self.homes(), self.names()
+        _, moves = self.forest.add(name, self.parent[name], self.position[name])
+        origin = {name_of(chunk.key): directory for chunk, directory in reversed(moves.chunks)}
         for other, directory in self.homes().items():
-            if other in moved_names:
-                assert directory is not None
-                assert directory.parent is before[other]
-            elif other != name:
+            if other != name and other not in origin:
                 assert directory is before[other]
+            elif other != name:
+                assert origin[other] is before[other]
+        gone = {(renamed.parent, renamed.name): renamed.directory for renamed in moves.directories}
+        for place, directory in names_before.items():
+            assert self.names().get(place) is directory or gone[place] is directory
 
     @precondition(lambda self: self.stored)
     @rule(data=st.data())
@@ -335,6 +406,14 @@ class Prefixes(RuleBasedStateMachine):
                 assert {name_of(directory.key) for directory in path} <= set(ancestors)
 
     @invariant()
+    def what_waits_at_the_top_has_no_parent_there(self) -> None:
+        """A fragment is joined as soon as it can be."""
+        for directory in self.forest.tree.directories.values():
+            first = next(directory.chunks(), None)
+            if first is not None and first.key == directory.key and (parent := self.forest.chunks.get(first.parent)):
+                raise AssertionError(f"{name_of(directory.key)} was not joined to {name_of(parent.key)}")
+
+    @invariant()
     def descendants_were_built_on_their_chunk(self) -> None:
         """What is demoted when a chunk goes really was built on it."""
         for name in self.stored:
@@ -355,3 +434,55 @@ class Prefixes(RuleBasedStateMachine):
 
 Prefixes.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestPrefixes = Prefixes.TestCase
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> tuple[dict[str, str], list[str]]:
+    """Several chains that branch, by parent, and an order in which their chunks come."""
+    parent: dict[str, str] = {}
+    for number in range(draw(st.integers(1, 30))):
+        above = number - 1 - draw(st.sampled_from([0, 0, 0, 0, 1, 2, 5, 40]))
+        parent[f"c{number}"] = f"c{above}" if above >= 0 else "root"
+    order = draw(st.one_of(st.permutations(list(parent)), st.just(list(reversed(parent)))))
+    return parent, order
+
+
+@given(arrivals(), st.sets(st.integers(0, 29)))
+@settings(max_examples=500, deadline=None)
+def test_any_order_of_arrival_gives_the_same_prefixes(
+    arrival: tuple[dict[str, str], list[str]], made: set[int]
+) -> None:
+    """Nothing is lost, each chunk reaches what was built on it, and nesting comes from branches alone."""
+    parent, order = arrival
+    forest = Forest()
+    position = {"root": -1}
+    for name, above in parent.items():
+        position[name] = position[above] + 1
+    for number in made:  # mkdir, by whoever copies
+        top = forest.tree.make_directory(key(f"c{number}"), None)
+        forest.tree.make_directory(key(f"c{number + 2}"), top).keep += 1
+    for name in order:
+        forest.add(name, parent[name], position[name])
+
+    children: dict[str, set[str]] = {}
+    for name, above in parent.items():
+        children.setdefault(above, set()).add(name)
+
+    def below(name: str) -> set[str]:
+        return set().union(*({child} | below(child) for child in children.get(name, ())))
+
+    for name in parent:
+        found = [name_of(chunk.key) for chunk in forest.tree.descendants(forest.chunks[key(name)])]
+        assert len(found) == len(set(found))
+        assert set(found) == below(name)
+    tops = {path: names for path, names in forest.shape().items() if "/" not in path and names}
+    assert set(tops) == children["root"]
+    for path in walk(forest.tree):
+        chunks = list(path[-1].chunks())
+        if chunks:
+            assert path[-1].key == chunks[0].key
+            first = name_of(chunks[0].key)
+            num_branches = 0
+            while (first := parent[first]) != "root":
+                num_branches += len(children[first]) > 1
+            assert len(path) - 1 == num_branches

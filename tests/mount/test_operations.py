@@ -50,7 +50,7 @@ def test_every_handler_is_wrapped() -> None:
 def test_every_handler_of_pyfuse3_is_decided_on() -> None:
     """What is left to pyfuse3 answers ENOSYS, which is right for these and no others."""
     left = handlers(pyfuse3.Operations) - handlers(Operations)
-    assert left == {"access", "flush", "fsync", "fsyncdir", "poll"}
+    assert left == {"access", "fsync", "fsyncdir", "poll"}
 
 
 @pytest.mark.expect_log("lookup failed")
@@ -107,9 +107,10 @@ def settings(tmp_path: Path, *, nvme: bool = False) -> Settings:
 
 def operations_on(store: Store, nursery: trio.Nursery) -> Operations:
     control = ControlFiles(store, "/mnt/x", "/run/x/session.sock")
-    tree = Tree(store.catalog, control.size, store.system.time_ns())
+    tree = Tree(store.catalog, control.size, store.system.time_ns(), store.system.monotonic)
     operations = Operations(store, tree, control, Faults(store.counters), nursery)
     store.on_change.append(operations.changed)
+    store.on_renamed.append(operations.renamed)
     return operations
 
 

@@ -97,7 +97,7 @@ def test_nothing_is_open_to_others(tree: Tree, table: ChunkTable, add: Add) -> N
         if not stat.S_ISLNK(mode):
             assert not mode & 0o007
         if stat.S_ISREG(mode):
-            assert mode & 0o222 == (0o200 if isinstance(node, Chunk) else 0)  # else nobody may set its attributes
+            assert not mode & 0o022
         if is_directory(node):
             assert stat.S_ISDIR(mode)
             waiting += tree.entries(node)

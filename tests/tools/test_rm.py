@@ -189,10 +189,10 @@ def test_a_chunk_is_as_young_as_what_was_built_on_it(mount: Mount) -> None:
 
 
 def test_what_was_stored_before_its_beginning_goes_first(mount: Mount) -> None:
-    """The second half of a prompt became visible before the first: it stands in a prefix of its own."""
+    """The second half of a prompt became visible before the first: it joined it when that came."""
     mount.start()
     keys = [*store(mount.path, list(range(96)), first=3), *store(mount.path, list(range(48)))]
-    assert len(os.listdir(mount.path / NAMESPACE.directory / "prefixes")) == 2
+    assert os.listdir(mount.path / NAMESPACE.directory / "prefixes") == [keys[3]]
     assert mount.json("rm", "tiny")["chunks"] == 6
     assert removed(mount) == [*reversed(keys[:3]), *reversed(keys[3:])]
     assert kvfs("umount", mount.path).returncode == 0

@@ -1,0 +1,387 @@
+"""Copying in: what becomes of files and directories that people make in the mount.
+
+A file is *staged* until it proves itself. One that has the name of a chunk proves it when it is closed, one whose name
+begins with "." when it is renamed; what does not is refused with EINVAL, and is gone when it is closed. An event says
+why. A namespace comes into being by mkdir of its name and a namespace.json of that very identity; chunks that come
+before the namespace.json wait, and are proven when it comes.
+
+Concurrency: belongs to the event loop's thread. `write`, `truncate`, `flush` and `rename` may wait, for room, for a
+thread that proves, or for each other; each looks again at what it relies on after that.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections import deque
+from typing import NamedTuple
+
+from kvfs import namespace as namespaces
+from kvfs.catalog import Chunk, ChunkTable
+from kvfs.chunk import geometry, parse_file_name
+from kvfs.errors import CapacityError
+from kvfs.keys import KEY_BYTES, Key
+from kvfs.mount.errnos import Refused
+from kvfs.mount.inodes import Inodes
+from kvfs.mount.invalidation import Invalidations
+from kvfs.mount.proof import Proof
+from kvfs.mount.staged_names import (
+    MAX_ALIASES,
+    MAX_DRAFT_DIRECTORIES,
+    MAX_DRAFTS,
+    Alias,
+    Draft,
+    DraftDirectory,
+    Home,
+    StagedFile,
+)
+from kvfs.mount.tree import MAX_NAME_BYTES, Fixed, Node, Role, Tree
+from kvfs.namespace import MAX_NAMESPACE_JSON_BYTES
+from kvfs.prefixes import PrefixDirectory
+from kvfs.staging import MAX_FILE_BYTES, MAX_TIME_NS
+from kvfs.store import Store
+
+MAX_AGE_S = 600.0  # of a staged file that nobody writes to, of a draft, of a second name
+_FIRST_BYTES = 64 << 10  # of a file of which nobody knows how large it will be
+_RENAME_NOREPLACE = 1  # rename(2)
+_DIRECTORY = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
+_ALIAS = re.compile(rb"Cu[A-Za-z0-9_-]{6}|\..+")  # as cp and rsync name what they are about to rename
+_JSON = b"namespace.json"
+
+
+class _Where(NamedTuple):
+    """What a directory belongs to, whether it is for chunks and not for the namespace.json, and the draft it is in."""
+
+    home: Home
+    is_for_chunks: bool
+    draft: Draft | None = None
+
+
+class CopyingIn:
+    """See the module. The callers translate for the kernel; what is refused raises Refused."""
+
+    def __init__(self, store: Store, tree: Tree, inodes: Inodes, invalidations: Invalidations) -> None:
+        self._store = store
+        self._tree = tree
+        self._names = tree.staged
+        self._inodes = inodes
+        self._invalidations = invalidations
+        self._proof = Proof(store, tree, inodes)
+        self._made: deque[tuple[float, PrefixDirectory[Chunk]]] = deque()
+
+    # files
+
+    def create(self, parent: Node, name: bytes) -> StagedFile:
+        """A new file, open for writing; one with the name of a chunk has no name before it is proven."""
+        home, is_for_chunks, draft = self._where(parent, name)
+        key = _key(name)
+        is_hidden = name.startswith(b".")
+        if is_for_chunks and key is None and not is_hidden:
+            raise Refused(errno.EINVAL)
+        if not is_for_chunks and name != _JSON and not is_hidden:
+            raise Refused(errno.EPERM)
+        if (parent.inode, name) in self._names.files:
+            raise Refused(errno.EEXIST)
+        file = self._new(home, name, parent.inode, is_identity=not is_for_chunks, key=key if is_for_chunks else None)
+        if draft is not None:
+            file.home = draft
+            draft.num_open += 1
+        if is_hidden:
+            self._names.files[parent.inode, name] = file
+        return file
+
+    def open(self, node: Node) -> StagedFile:
+        """A file that is there: a staged one itself; of a chunk or a namespace.json a new one that may take its place."""
+        if isinstance(node, StagedFile):
+            if node.staged.is_over:
+                raise Refused(errno.ENOENT)
+            node.num_open += 1
+            if isinstance(node.home, Draft):
+                node.home.num_open += 1
+            return node
+        if isinstance(node, Chunk):
+            return self._new(node.table, node.file_name.encode(), node.inode, key=node.key)
+        if isinstance(node, Fixed) and node.role is Role.NAMESPACE_JSON and node.table is not None:
+            return self._new(node.table, _JSON, node.inode, is_identity=True)
+        raise Refused(errno.EROFS)
+
+    async def write(self, file: StagedFile, offset: int, piece: bytes) -> None:
+        """Put bytes into a file. Raises CapacityError too."""
+        self._check_changeable(file, offset + len(piece))
+        try:
+            await self._store.staging.write(file.staged, offset, piece)
+        except CapacityError as error:
+            self._proof.tell_refused(file, error)
+            raise
+
+    async def truncate(self, file: StagedFile, size: int) -> None:
+        """Cut or lengthen a file. Raises CapacityError too."""
+        self._check_changeable(file, size)
+        if size != file.staged.size:
+            await self._store.staging.truncate(file.staged, size)
+
+    async def flush(self, file: StagedFile) -> None:
+        """A descriptor of a file was closed: if it has a name to prove, it must prove it now.
+
+        An empty one need not: the shell closes a duplicate before the program has written anything.
+        """
+        if file.is_hidden or file.is_settled or not file.staged.size or file.staged.is_over:
+            return
+        async with file.lock:
+            is_waiting = not await self._proof.settle(file, self._resolved(file.home))
+            if is_waiting and not self._names.places(file):
+                self._names.files[file.parent_inode, file.name] = file
+
+    def release(self, file: StagedFile) -> None:
+        """A file handle is gone. What has neither proven itself nor a name to be found by goes with the last."""
+        file.num_open -= 1
+        if isinstance(file.home, Draft):
+            file.home.num_open -= 1
+            file.home.touched_s = self._now_s()
+        if file.num_open:
+            return
+        if self._names.places(file):
+            self._store.staging.fit(file.staged)
+        else:
+            self._store.staging.drop(file.staged)
+
+    # names
+
+    async def rename(self, parent: Node, name: bytes, new_parent: Node, new_name: bytes, flags: int) -> None:
+        """Give a staged file another name: the right one proves it, and it stays staged if it does not."""
+        node = self._tree.lookup(parent, name)
+        if node is None:
+            raise Refused(errno.ENOENT)
+        target, is_for_chunks, _ = self._where(new_parent, new_name)
+        if flags & ~_RENAME_NOREPLACE:
+            raise Refused(errno.EINVAL)
+        if isinstance(node, Chunk):
+            if node.table is not target:
+                raise Refused(errno.EXDEV)
+            if self._names.aliases.pop((parent.inode, name), None) is None or new_name != node.file_name.encode():
+                raise Refused(errno.EPERM)
+            return
+        if not isinstance(node, StagedFile):
+            raise Refused(errno.EPERM)
+        if self._resolved(node.home) is not target:
+            raise Refused(errno.EXDEV)
+        if node.is_identity is is_for_chunks:
+            raise Refused(errno.EPERM)
+        if not new_name.startswith(b"."):
+            if (is_for_chunks and _key(new_name) is None) or (not is_for_chunks and new_name != _JSON):
+                raise Refused(errno.EINVAL)
+            async with node.lock:
+                before = node.name, node.key, node.parent_inode
+                node.name, node.key, node.parent_inode = new_name, _key(new_name), new_parent.inode
+                try:
+                    if await self._proof.settle(node, target):
+                        return
+                except BaseException:
+                    node.name, node.key, node.parent_inode = before
+                    raise
+        node.name = new_name
+        self._names.forget(node)
+        self._put(new_parent, node)
+
+    def link(self, node: Node, parent: Node, name: bytes) -> Node:
+        """A second name for a chunk: its own in another directory, which the tree decides on, or one for a moment."""
+        where = self._where(parent, name)
+        if isinstance(node, Chunk) and not node.is_removed and where.home is node.table and where.is_for_chunks:
+            if name == node.file_name.encode():
+                if self._tree.lookup(parent, name) is not None:
+                    raise Refused(errno.EEXIST)
+                self._names.link(parent.inode, node)
+                return node
+            if _ALIAS.fullmatch(name):
+                if len(self._names.aliases) >= MAX_ALIASES:
+                    raise CapacityError("too many second names")
+                self._names.aliases[parent.inode, name] = Alias(node, self._now_s())
+                self._names.copied(node)
+                return node
+        if isinstance(node, StagedFile) and where.home is self._resolved(node.home) and name == node.name:
+            if (parent.inode, name) in self._names.files:
+                raise Refused(errno.EEXIST)
+            self._put(parent, node)
+            return node
+        raise Refused(errno.EXDEV if isinstance(node, Chunk) and where.home is not node.table else errno.EPERM)
+
+    def unlink(self, parent: Node, name: bytes) -> bool:
+        """Remove a name of a staged file, or a second one of a chunk; returns whether it was one."""
+        if self._names.aliases.pop((parent.inode, name), None) is not None:
+            return True
+        file = self._names.files.pop((parent.inode, name), None)
+        if file is None:
+            return False
+        if not file.num_open and not self._names.places(file):
+            self._store.staging.drop(file.staged)
+        return True
+
+    # directories
+
+    def make_directory(self, parent: Node, name: bytes) -> Node:
+        """A draft of a namespace, or a directory of a prefix view for chunks to come."""
+        if len(name) > MAX_NAME_BYTES:
+            raise Refused(errno.ENAMETOOLONG)
+        if isinstance(parent, Fixed) and parent.role is Role.ROOT:
+            return self._make_draft(name)
+        home, is_for_chunks, draft = self._where(parent, name)
+        if isinstance(parent, Fixed) and parent.role is Role.NAMESPACE and draft is not None:
+            nodes = self._tree.nodes(draft)
+            for node in (nodes.chunks, nodes.prefixes):
+                if node.name == name:
+                    draft.made.add(name)
+                    return node
+        if not is_for_chunks or (isinstance(parent, Fixed) and parent.role is Role.CHUNKS):
+            raise Refused(errno.EPERM)
+        if not _DIRECTORY.fullmatch(name):
+            raise Refused(errno.EINVAL)
+        if draft is not None:
+            if self._names.num_directories >= MAX_DRAFT_DIRECTORIES:
+                raise CapacityError("too many directories of namespaces that are being copied in")
+            made = DraftDirectory(draft, self._store.catalog.next_inode(), name)
+            self._names.make_directory(parent.inode, made)
+            return made
+        assert isinstance(home, ChunkTable)
+        above = parent if isinstance(parent, PrefixDirectory) else None
+        if above is not None and not above.is_attached:  # it was joined to another while somebody copies into it
+            first = home.chunks.get(above.key)
+            above = first.home if first is not None else None
+        directory = home.prefixes.make_directory(Key(bytes.fromhex(name.decode())), above)
+        self._made.append((self._now_s(), directory))
+        return directory
+
+    def remove_directory(self, parent: Node, name: bytes) -> bool:
+        """Rmdir of a draft or in one; returns whether it was that."""
+        node = self._tree.lookup(parent, name)
+        draft = node.draft if isinstance(node, Fixed | DraftDirectory) else None
+        if draft is None or node is None or (isinstance(node, Fixed) and draft.table is not None):
+            return False
+        files = self._names.in_draft(draft)
+        if isinstance(node, Fixed) and node.role is Role.NAMESPACE:
+            if files:
+                raise Refused(errno.ENOTEMPTY)
+            self._names.forget_draft(draft)
+        elif any(self._names.listed(node.inode)):
+            raise Refused(errno.ENOTEMPTY)
+        else:
+            draft.made.discard(name)
+            self._names.remove_directory(parent.inode, name)
+        return True
+
+    def touched(self, node: Node, modified_ns: int | None) -> None:
+        """Attributes were set, the time of the last modification perhaps.
+
+        Of the directory of a namespace that is the last thing that whoever copies it does. A namespace.json keeps its
+        time, so that rsync finds it as it left it; a chunk has the time when it was first stored.
+        """
+        if isinstance(node, Fixed) and node.role is Role.NAMESPACE and node.draft is not None and node.draft.table:
+            self._names.forget_draft(node.draft)
+        if modified_ns is None or not 0 <= modified_ns < MAX_TIME_NS:
+            return
+        if isinstance(node, StagedFile):
+            node.modified_ns = modified_ns
+        elif isinstance(node, Fixed) and node.role is Role.NAMESPACE_JSON and node.table is not None:
+            node.table.created_ns = modified_ns
+
+    # ageing
+
+    async def expire(self) -> None:
+        """Drop what was left behind: nobody has it open, and nothing was done to it for `MAX_AGE_S`."""
+        before_s = self._now_s() - MAX_AGE_S
+        for draft in list(self._names.drafts.values()):
+            table = self._store.catalog.tables.get(draft.name)
+            files = self._names.in_draft(draft)
+            if table is not None and draft.table is None:  # an engine said what it is
+                await self._proof.become(draft, table)
+            elif table is not None:
+                self._names.draft(draft.name)
+            elif draft.touched_s < before_s and not any(file.num_open for file in files):
+                for file in files:
+                    self._proof.drop(file)
+                self._names.forget_draft(draft)
+        for file in list(dict.fromkeys(self._names.files.values())):
+            is_waiting = isinstance(file.home, Draft) and file.home.table is None and not file.is_hidden
+            if not file.num_open and file.staged.written_s < before_s and not is_waiting:
+                self._proof.drop(file)
+        for place, alias in list(self._names.aliases.items()):
+            if alias.made_s < before_s:
+                del self._names.aliases[place]
+        while self._made and self._made[0][0] < before_s:
+            _, directory = self._made.popleft()
+            table = self._store.catalog.tables.get(directory.tree.name)
+            if (
+                table is not None and directory.is_attached and directory.is_empty
+            ):  # when the kernel forgets it, it goes
+                parent_inode = self._tree.inode_of(table, directory.parent)
+                self._invalidations.put((parent_inode, directory.name.encode()))
+
+    # helpers
+
+    def _now_s(self) -> float:
+        return self._store.system.monotonic()
+
+    def _new(
+        self, home: Home, name: bytes, parent_inode: int, *, is_identity: bool = False, key: Key | None = None
+    ) -> StagedFile:
+        limit, first = MAX_FILE_BYTES, _FIRST_BYTES
+        if is_identity:
+            limit = MAX_NAMESPACE_JSON_BYTES
+        elif isinstance(home, ChunkTable):
+            limit = first = geometry(home.namespace, home.namespace.identity.tokens_per_chunk).file_bytes
+        staged = self._store.staging.create(self._store.catalog.next_inode(), limit, first)
+        now_ns = self._store.system.time_ns()
+        return StagedFile(staged, home, name, parent_inode, now_ns, None, is_identity, key, num_open=1)
+
+    def _where(self, parent: Node, name: bytes) -> _Where:
+        """What is made in `parent` belongs to this; raises Refused where nothing can be made."""
+        if len(name) > MAX_NAME_BYTES:
+            raise Refused(errno.ENAMETOOLONG)
+        if isinstance(parent, PrefixDirectory):
+            table = self._store.catalog.tables.get(parent.tree.name)
+            if table is None or table.prefixes is not parent.tree:
+                raise Refused(errno.ENOENT)
+            return _Where(table, True)
+        if isinstance(parent, DraftDirectory):
+            return _Where(self._resolved(parent.draft), True, parent.draft)
+        if isinstance(parent, Fixed) and parent.role in (Role.NAMESPACE, Role.CHUNKS, Role.PREFIXES):
+            home = parent.draft or parent.table
+            if home is not None:
+                return _Where(self._resolved(home), parent.role is not Role.NAMESPACE, parent.draft)
+        raise Refused(errno.EROFS)
+
+    def _resolved(self, home: Home) -> Home:
+        if isinstance(home, ChunkTable):
+            return home
+        home.touched_s = self._now_s()
+        table = self._store.catalog.tables.get(home.name)
+        if table is None and self._names.drafts.get(home.name) is not home:
+            raise Refused(errno.ENOENT)
+        return table or home
+
+    def _put(self, parent: Node, file: StagedFile) -> None:
+        """Give a file a name; what had it is gone."""
+        before = self._names.files.get((parent.inode, file.name))
+        self._names.files[parent.inode, file.name] = file
+        if before is not None and before is not file and not before.num_open and not self._names.places(before):
+            self._store.staging.drop(before.staged)
+
+    def _check_changeable(self, file: StagedFile, size: int) -> None:
+        if file.is_settled or file.staged.is_over:
+            raise Refused(errno.EPERM)  # chunks do not change
+        if size > file.staged.limit_bytes:
+            raise Refused(errno.EFBIG)
+
+    def _make_draft(self, name: bytes) -> Node:
+        text = name.decode("ascii", "replace")
+        if not namespaces.is_directory_name(text):
+            raise Refused(errno.EINVAL)
+        if self._tree.lookup(self._tree.root, name) is not None:
+            raise Refused(errno.EEXIST)
+        if len(self._names.drafts) >= MAX_DRAFTS:
+            raise CapacityError("too many namespaces have no namespace.json yet")
+        draft = self._names.drafts[text] = Draft(text, self._store.system.time_ns(), self._now_s())
+        return self._tree.nodes(draft).directory
+
+
+def _key(name: bytes) -> Key | None:
+    return parse_file_name(name.decode("ascii", "surrogateescape"))

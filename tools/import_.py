@@ -1,0 +1,246 @@
+"""`kvfs import`: chunks from a directory or a tar archive into a mount, parents first as far as their order is ours.
+
+It takes what `kvfs export`, `cp -r`, `rsync` and `tar` make of namespaces, with or without the prefix view. Nothing of
+a name in an archive is used but a namespace's name and a chunk's: no path leads out of the mount.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvfs import namespace as namespaces
+from kvfs.chunk import MAX_HEADER_BYTES, parse_file_name, parse_header
+from kvfs.errors import CorruptChunk, KvfsError, UnavailableError, UsageError
+from kvfs.keys import Key
+from kvfs.namespace import MAX_NAMESPACE_JSON_BYTES, Namespace
+from kvfs.staging import MAX_FILE_BYTES, prove
+from kvfs.tools import mounted, progress
+from kvfs.tools.copying import STREAM, Copied, Pipe, Refused, StoppedError, is_tar, read_file, tell, write_whole
+from kvfs.tools.progress import Track
+
+EXAMPLES = """
+kvfs import /mnt/kvfs /backup/kv
+
+All namespaces in a directory, or the one that it is.
+
+kvfs import /mnt/kvfs warm.tar
+
+An archive; ssh other kvfs export … - | kvfs import /mnt/kvfs - takes a stream.
+"""
+
+_JSON = "namespace.json"
+
+
+def import_(
+    mountpoint: Annotated[str, typer.Argument(help="Where the cache is mounted.")],
+    source: Annotated[str, typer.Argument(help="A directory, a name that ends in .tar, or - for a stream.")],
+    as_json: Annotated[bool, typer.Option("--json", help="The summary, for programs.")] = False,
+) -> None:
+    """Copy chunks in. Each has to prove itself; what does not is named with the reason, and the exit code is 1.
+
+    Ctrl-C leaves whole chunks only.
+    """
+    path = mounted.find(mountpoint)
+    done = Copied()
+    total = 0
+    if is_tar(source):
+        work = functools.partial(_from_tar, path, source, done)
+        if source != STREAM:
+            total = _file_bytes(source)
+    else:
+        tree = _find(source)
+        total = sum(os.stat(file).st_size for files in tree.values() for file in files.values())
+        work = functools.partial(_from_directory, path, tree, done)
+    try:
+        done.interrupted = not progress.run(path, work, "importing", total, is_bytes=True)
+    except KvfsError:
+        if done.chunks:
+            typer.echo(f"kvfs: {done.sentence('imported')}, before this:", err=True)
+        raise
+    tell(done, "imported", as_json=as_json)
+
+
+def _file_bytes(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _find(source: str) -> dict[str, dict[Key, str]]:
+    """The files of the chunks by key, for each directory of a namespace."""
+    if not os.path.isdir(source):
+        raise UsageError(f"{source} is no directory, and its name does not end in .tar")
+    here = [source] if os.path.exists(os.path.join(source, _JSON)) else []
+    tops = here or sorted(str(place.parent) for place in Path(source).glob(f"*/{_JSON}"))
+    if not tops:
+        raise UsageError(f"there is no {_JSON} in {source}, nor one level below")
+    found: dict[str, dict[Key, str]] = {}
+    for top in tops:
+        files = found[top] = {}
+        for directory, _, names in os.walk(top):
+            for name in names:
+                key = parse_file_name(name)
+                if key is not None:
+                    files.setdefault(key, os.path.join(directory, name))
+    return found
+
+
+def _from_directory(path: str, tree: dict[str, dict[Key, str]], done: Copied, track: Track) -> None:
+    for top, files in tree.items():
+        raw = read_file(os.path.join(top, _JSON), MAX_NAMESPACE_JSON_BYTES, track)
+        try:
+            namespace = namespaces.decode(bytes(raw))
+        except KvfsError as error:
+            done.refused.append(Refused(os.path.join(top, _JSON), str(error)))
+            continue
+        _make(path, namespace, done)
+        for key, file in sorted(files.items(), key=lambda item: _position(namespace, item[1], track)):
+            if track.is_stopping:
+                return
+            target = _target(path, namespace.directory, key)
+            if os.path.exists(target):
+                done.there += 1
+                track.advance(os.stat(file).st_size)
+                continue
+            try:
+                content = read_file(file, MAX_FILE_BYTES, track)
+            except OSError as error:
+                done.refused.append(Refused(file, error.strerror or str(error)))
+                continue
+            _put(target, namespace, key, content, file, done)
+
+
+def _from_tar(path: str, source: str, done: Copied, track: Track) -> None:
+    known: dict[str, Namespace] = {}
+    try:
+        with contextlib.ExitStack() as stack:
+            if source == STREAM:
+                pipe = Pipe(sys.stdin.fileno(), track)
+                archive = stack.enter_context(tarfile.open(fileobj=pipe, mode="r|*"))  # type: ignore[call-overload]
+            else:
+                archive = stack.enter_context(tarfile.open(source, mode="r|*"))
+            for member, name, key in _members(archive):
+                if track.is_stopping:
+                    return
+                limit = MAX_NAMESPACE_JSON_BYTES if key is None else MAX_FILE_BYTES
+                if member.size > limit:
+                    done.refused.append(Refused(member.name, "it is too large"))
+                    continue
+                file = archive.extractfile(member)
+                assert file is not None
+                raw = file.read()
+                track.advance(len(raw))
+                if key is None:
+                    _take_identity(path, name, raw, member.name, known, done)
+                    continue
+                if name not in known and not _learn(path, name, known):
+                    done.refused.append(Refused(member.name, f"no {_JSON} of {name} came before it"))
+                    continue
+                target = _target(path, name, key)
+                if os.path.exists(target):
+                    done.there += 1
+                else:
+                    _put(target, known[name], key, memoryview(raw), member.name, done)
+    except StoppedError:
+        return
+    except tarfile.TarError as error:
+        raise UsageError(f"{source} is no archive, or not whole: {error}") from error
+    except OSError as error:
+        raise UsageError(f"cannot read {error.filename or source}: {error.strerror}") from error
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, str, Key | None]]:
+    """The files that matter, each with its namespace and, if it is a chunk, its key."""
+    for member in archive:
+        parts = member.name.split("/")
+        key = parse_file_name(parts[-1])
+        spaces = [part for part in parts[:-1] if namespaces.is_directory_name(part)]
+        if member.isreg() and spaces and (key is not None or parts[-1] == _JSON):
+            yield member, spaces[-1], key
+
+
+def _take_identity(path: str, name: str, raw: bytes, place: str, known: dict[str, Namespace], done: Copied) -> None:
+    try:
+        namespace = namespaces.decode(raw)
+        if namespace.directory != name:
+            raise UsageError(f"it is the {_JSON} of {namespace.directory}")
+    except KvfsError as error:
+        done.refused.append(Refused(place, str(error)))
+        return
+    _make(path, namespace, done)
+    known[name] = namespace
+
+
+def _learn(path: str, name: str, known: dict[str, Namespace]) -> bool:
+    """Whether the mount knows a namespace already."""
+    try:
+        known[name] = namespaces.decode(Path(path, name, _JSON).read_bytes())
+    except (OSError, KvfsError):
+        return False
+    return True
+
+
+def _make(path: str, namespace: Namespace, done: Copied) -> None:
+    """Let the mount have a namespace."""
+    top = os.path.join(path, namespace.directory)
+    if namespace.directory not in done.namespaces:
+        done.namespaces.append(namespace.directory)
+    if os.path.exists(os.path.join(top, _JSON)):
+        return
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(top)
+        write_whole(os.path.join(top, _JSON), namespaces.encode(namespace))
+        os.utime(top)  # nothing more is to be made by name: the mount may show all of it
+    except OSError as error:
+        raise _told(error, path, f"the namespace {namespace.directory} is refused") from error
+
+
+def _put(target: str, namespace: Namespace, key: Key, raw: memoryview, place: str, done: Copied) -> None:
+    try:
+        prove(namespace, key, raw)
+        write_whole(target, raw)
+    except CorruptChunk as error:
+        done.refused.append(Refused(place, str(error)))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise _told(error, target, place) from error
+        done.refused.append(Refused(place, "it does not fit what is stored; the events of the mount say why"))
+    else:
+        done.chunks += 1
+        done.bytes += len(raw)
+
+
+def _told(error: OSError, path: str, what: str) -> KvfsError:
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return UsageError(f"you may not write to {path}: ask root, or whoever mounted it")
+    if error.errno == errno.ENOSPC:
+        return UnavailableError("the cache has no room now: all of it is in use, or cannot be written to NVMe")
+    return UnavailableError(f"{what}: {error.strerror}")
+
+
+def _target(path: str, name: str, key: Key) -> str:
+    return os.path.join(path, name, "chunks", f"{key.hex()}.safetensors")
+
+
+def _position(namespace: Namespace, file: str, track: Track) -> int:
+    """Where in its chain a chunk stands; 0 for what is none, which is told of when it is read whole."""
+    track.advance(0)
+    try:
+        with open(file, "rb", buffering=0) as raw:
+            length = int.from_bytes(raw.read(8), "little")
+            header = os.pread(raw.fileno(), min(length + 8, MAX_HEADER_BYTES), 0)
+            return parse_header(namespace, header)[1].position
+    except (OSError, CorruptChunk):
+        return 0
