@@ -268,6 +268,12 @@ class CopyingIn:
             self._names.remove_directory(parent.inode, name)
         return True
 
+    def is_under_way(self, node: Node) -> bool:
+        """Whether somebody is copying this in now, or was a moment ago."""
+        if isinstance(node, Chunk):
+            return self._names.is_fresh(node)
+        return isinstance(node, StagedFile | DraftDirectory) or (isinstance(node, Fixed) and node.draft is not None)
+
     def touched(self, node: Node, modified_ns: int | None) -> None:
         """Attributes were set, the time of the last modification perhaps.
 

@@ -51,7 +51,7 @@ from kvfs.mount.invalidation import Invalidations, Place
 from kvfs.mount.staged_names import DraftDirectory, StagedFile
 from kvfs.mount.tier_work import TierWork
 from kvfs.mount.tree import SECTOR_BYTES, TIMEOUT_S, Fixed, Node, Role, Tree, is_directory, is_growing
-from kvfs.mount.xattrs import PREFIX, Xattrs, parse_pin
+from kvfs.mount.xattrs import LIMITS, PREFIX, Xattrs, check_limit, is_told_only, parse_pin
 from kvfs.prefixes import PrefixDirectory, Renamed
 from kvfs.residency import Change
 from kvfs.store import Store
@@ -325,11 +325,19 @@ class Operations(GuardedOperations):
 
     async def setxattr(self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext) -> None:
         node = self._node(inode)
-        if isinstance(node, StagedFile) and (own := _own_xattr(name)) is not None:  # cp -a and rsync -X bring a chunk's
-            if own == "pin":
-                parse_pin(value, 0)
-                node.pin = value
-            return
+        own = _own_xattr(name)
+        if own is not None and self.copying.is_under_way(node):  # cp -a and rsync -X bring those of what they copy
+            if isinstance(node, StagedFile):
+                if own == "pin":
+                    parse_pin(value, 0)
+                    node.pin = value
+                return
+            if is_told_only(own):
+                return
+            if isinstance(node, Fixed) and node.table is None and node.draft is not None and own in LIMITS:
+                check_limit(own, value)
+                node.draft.limits[own] = value
+                return
         await self._change_xattr(inode, name, value)
 
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:

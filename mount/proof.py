@@ -17,7 +17,7 @@ from kvfs.mount.errnos import Refused
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.staged_names import Draft, Home, StagedFile
 from kvfs.mount.tree import Tree
-from kvfs.mount.xattrs import parse_pin
+from kvfs.mount.xattrs import parse_pin, set_limit
 from kvfs.namespace import MAX_NAMESPACE_JSON_BYTES
 from kvfs.store import Store
 
@@ -94,6 +94,8 @@ class Proof:
         """A draft is a namespace now: prove what waits, parents first."""
         draft.table = table
         draft.touched_s = self._store.system.monotonic()
+        for name, value in draft.limits.items():
+            await set_limit(self._store, table, name, value)
         waiting: list[tuple[int, StagedFile]] = []
         for file in self._names.in_draft(draft):
             if file.is_hidden or file.is_identity:

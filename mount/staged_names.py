@@ -40,6 +40,7 @@ class Draft:
         table: the namespace that it has become.
         made: which of its fixed directories were made.
         num_open: files in it that are being written.
+        limits: values of the attributes that it is to have as a namespace.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Draft:
     table: ChunkTable | None = None
     made: set[bytes] = field(default_factory=set)
     num_open: int = 0
+    limits: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

@@ -52,6 +52,7 @@ _OF_NAMESPACES: dict[str, Callable[[ChunkTable], str]] = {
     "max_age": lambda table: UNLIMITED if table.max_age_ns is None else exact_duration(table.max_age_ns),
     "stored_bytes": lambda table: str(table.stored_bytes),
 }
+LIMITS = ("quota", "max_age")
 _READ_ONLY = frozenset({*_OF_CHUNKS, "pinned_until", "stored_bytes"})
 
 
@@ -71,7 +72,11 @@ class Xattrs:
         pin = list(_OF_PINS) if self._end_of_pin(node) is not None else []
         if isinstance(node, Chunk) and not node.is_removed:
             return [*_OF_CHUNKS, *pin]
-        return [*_OF_NAMESPACES, *pin] if _namespace(node) is not None else pin
+        table = _namespace(node)
+        if table is None:
+            return pin
+        # Without what is only told: rsync -X sets again whatever is listed.
+        return [name for name in LIMITS if _OF_NAMESPACES[name](table) != UNLIMITED] + pin
 
     def value_nowait(self, node: Node, name: str) -> str | None:
         """The value of an attribute, None if the node has none of this name."""
@@ -116,13 +121,10 @@ class Xattrs:
             raise Refused(errno.EPERM)
         if name == "pin" and (chunks := _pinnable(node)) is not None:
             return self._change_pin(list(chunks), value)
-        table, limits = _namespace(node), self._store.limits
-        if table is not None and name == "quota":
-            quota = parse_quota(value)
-            return lambda: limits.set_quota(table, quota)
-        if table is not None and name == "max_age":
-            max_age = parse_max_age(value)
-            return lambda: limits.set_max_age(table, max_age)
+        table = _namespace(node)
+        if table is not None and name in LIMITS:
+            check_limit(name, value)
+            return lambda: set_limit(self._store, table, name, value)
         raise Refused(errno.ENOTSUP)
 
     def _change_pin(self, chunks: list[Chunk], value: bytes | None) -> Callable[[], Awaitable[object]]:
@@ -138,6 +140,24 @@ class Xattrs:
     def _end_of_pin(self, node: Node) -> int | None:
         chunks = _pinnable(node)
         return None if chunks is None else self._store.limits.common_end(chunks)
+
+
+async def set_limit(store: Store, table: ChunkTable, name: str, value: bytes | None) -> None:
+    """Set "quota" or "max_age" of a namespace, durably. Raises UsageError, and what `Limits` raises."""
+    if name == "quota":
+        await store.limits.set_quota(table, parse_quota(value))
+    else:
+        await store.limits.set_max_age(table, parse_max_age(value))
+
+
+def check_limit(name: str, value: bytes | None) -> None:
+    """Raise UsageError for a value that `set_limit` would not understand."""
+    (parse_quota if name == "quota" else parse_max_age)(value)
+
+
+def is_told_only(name: str) -> bool:
+    """Whether an attribute says a fact, which nobody can set."""
+    return name in _READ_ONLY
 
 
 def parse_pin(value: bytes, now_ns: int) -> int:

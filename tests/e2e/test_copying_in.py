@@ -174,11 +174,18 @@ def test_rsync(source: Any, target: Any, engines: Any, wait: Any) -> None:
 
 
 def test_rsync_with_links(source: Any, target: Any, engines: Any, wait: Any) -> None:
+    """Pins and limits come along."""
     if shutil.which("rsync") is None:
         pytest.skip("there is no rsync")
+    pinned = min(source.chunks.iterdir())
+    os.setxattr(pinned, "user.kvfs.pin", b"forever")
+    os.setxattr(source.directory, "user.kvfs.quota", b"1GiB")
     succeeds("rsync", "-aHX", source.directory, target.path)
     wait(lambda: is_copied(source, target), "the copy is over")
     check_copy(source, target, engines)
+    copy = target.path / source.directory.name
+    assert os.getxattr(copy / "chunks" / pinned.name, "user.kvfs.pin") == b"forever"
+    assert os.getxattr(copy, "user.kvfs.quota") == b"1GiB"
 
 
 def test_tar(source: Any, target: Any, engines: Any, wait: Any) -> None:

@@ -245,7 +245,7 @@ def test_members_of_the_group_remove_nothing(shared: Daemon, ask: Ask, engines: 
     answers = ask(MEMBER, GROUP, TRY, json.dumps(tries))
     assert set(answers.values()) <= {"EACCES", "EPERM"}, answers
     assert engine.file("abc").exists()
-    assert stat.S_IMODE(engine.file("abc").stat().st_mode) == 0o440
+    assert stat.S_IMODE(engine.file("abc").stat().st_mode) == 0o640
 
 
 def test_strangers_see_nothing_of_a_shared_mount(shared: Daemon, ask: Ask, engines: Callable[[Path], Engine]) -> None:

@@ -44,7 +44,7 @@ def test_layout(tree: Tree, table: ChunkTable, add: Add) -> None:
     chunk = add("a")
     assert names(tree, tree.root) == ["README.txt", ".kvfs", table.directory]
     assert names(tree, walk(tree, ".kvfs")) == ["session", "status.json", "metrics", "events", "config.toml"]
-    assert names(tree, walk(tree, table.directory)) == ["chunks", "prefixes", "namespace.json"]
+    assert names(tree, walk(tree, table.directory)) == ["namespace.json", "chunks", "prefixes"]
     assert names(tree, walk(tree, f"{table.directory}/chunks")) == [chunk.file_name]
     assert names(tree, walk(tree, f"{table.directory}/prefixes")) == [chunk.key.hex()]
     assert names(tree, walk(tree, f"{table.directory}/prefixes/{chunk.key.hex()}")) == [chunk.file_name]
@@ -159,8 +159,13 @@ def test_what_unlink_removes(tree: Tree, table: ChunkTable, add: Add) -> None:
         tree.chunk_to_unlink(tree.root, b".kvfs")
     with refused(errno.EPERM):
         tree.chunk_to_unlink(tree.root, b"README.txt")
-    with refused(errno.EPERM):
-        tree.chunk_to_unlink(walk(tree, table.directory), b"namespace.json")
+    directory = walk(tree, table.directory)
+    table.num_sessions = 1
+    with refused(errno.EBUSY):
+        tree.chunk_to_unlink(directory, b"namespace.json")
+    table.num_sessions = 0
+    assert tree.chunk_to_unlink(directory, b"namespace.json") is None
+    assert names(tree, directory) == ["chunks", "prefixes"]
 
 
 def test_rmdir(tree: Tree, catalog: Catalog, table: ChunkTable, add: Add) -> None:
@@ -211,7 +216,7 @@ def test_an_empty_namespace_is_removed(
         tree.chunk_to_unlink(directory, b"namespace.json")
     with refused(errno.EBUSY):
         tree.remove_directory(tree.root, table.directory.encode())
-    assert names(tree, directory) == ["chunks", "prefixes", "namespace.json"]
+    assert names(tree, directory) == ["namespace.json", "chunks", "prefixes"]
     table.num_sessions = 0
     listing = tree.entries(directory)
     for name in ("chunks", "prefixes"):
@@ -246,12 +251,12 @@ def test_hidden_names_appear_again(tree: Tree, catalog: Catalog, table: ChunkTab
         chunk = add("a")
         parent, _ = tree.places(chunk, None)[0]
         assert parent == tree.attributes(walk(tree, f"{table.directory}/chunks")).inode
-    assert names(tree, directory) == ["chunks", "prefixes", "namespace.json"]
+    assert names(tree, directory) == ["namespace.json", "chunks", "prefixes"]
     for name, node in before.items():
         assert (tree.lookup(directory, name.encode()) is node) == (name == "prefixes")
     for chunk in list(catalog.chunks()):
         catalog.discard(chunk)
-    assert names(tree, directory) == ["chunks", "prefixes", "namespace.json"]
+    assert names(tree, directory) == ["namespace.json", "chunks", "prefixes"]
 
 
 def test_inodes_of_removed_namespaces_are_used_again(
