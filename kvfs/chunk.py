@@ -262,10 +262,10 @@ def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> t
     header = bytes(view[: geo.header_bytes])
     found = geo._head.match(header)
     if found is None or header[found.end() :] != geo._tail:
-        raise CorruptChunk("not a chunk header of this namespace")
+        raise CorruptChunk("the header is not the one its facts call for")
     facts, chain, _, parent, position, created_ns, checksums, digest = found.groups()
     if xxhash.xxh3_128_hexdigest(facts).encode() != digest:
-        raise CorruptChunk("the facts in a chunk header do not have their checksum")
+        raise CorruptChunk("the header is not the one its facts call for: they do not have their checksum")
     if int(created_ns) >= _MAX_TIME_NS:
         raise CorruptChunk("a chunk header that names an impossible time")
     return geo, Facts(

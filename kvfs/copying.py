@@ -8,12 +8,24 @@ order: 256 KiB copied and then hashed run at 9.0 GB/s beside 10.5 for the bare c
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import xxhash
 
 from kvfs.chunk import Geometry
 
 PIECE_BYTES = 512 << 10
+
+
+def runs(geo: Geometry, first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Layers `first` to before `stop`, cut into as many at a time as make a piece, or one that is longer."""
+    bounds = geo.bounds
+    while first < stop:
+        after = first + 1
+        while after < stop and bounds[after + 1] - bounds[first] <= PIECE_BYTES:
+            after += 1
+        yield first, after
+        first = after
 
 
 def copy_layers(geo: Geometry, first: int, stop: int, source: memoryview, target: memoryview) -> list[int]:
@@ -25,20 +37,14 @@ def copy_layers(geo: Geometry, first: int, stop: int, source: memoryview, target
     base = bounds[first]
     take = xxhash.xxh3_64_intdigest
     found: list[int] = []
-    layer = first
-    while layer < stop:
-        begin = bounds[layer]
-        after = layer + 1
-        while after < stop and bounds[after + 1] - begin <= PIECE_BYTES:
-            after += 1
-        end = bounds[after]
+    for layer, after in runs(geo, first, stop):
+        begin, end = bounds[layer] - base, bounds[after] - base
         if end - begin > PIECE_BYTES:
-            found.append(_copy_long(begin - base, end - base, source, target))
+            found.append(_copy_long(begin, end, source, target))
         else:
-            target[begin - base : end - base] = source[begin - base : end - base]
+            target[begin:end] = source[begin:end]
             pairs = itertools.pairwise(bounds[layer : after + 1])
             found += [take(target[start - base : behind - base]) for start, behind in pairs]
-        layer = after
     return found
 
 

@@ -6,18 +6,17 @@ Every layer is checked against the client's checksum; where the client sent none
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 from dataclasses import dataclass
 
 import xxhash
 
+from kvfs import hashing
 from kvfs.catalog import ChunkTable
 from kvfs.chunk import Facts, Geometry, build_header, layer_checksums
+from kvfs.copying import PIECE_BYTES, runs
 from kvfs.keys import Key
 from kvfs.messages import NewChunk
-
-_PIECE_BYTES = 512 << 10  # copy and checksum of one piece stay in the core's cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +65,7 @@ def receive(geo: Geometry, facts: Facts, source: Source, target: memoryview) -> 
     if isinstance(source, InPlace):
         found = layer_checksums(geo, payload)
     else:
-        found = tuple([_copy(source, begin, end, payload) for begin, end in itertools.pairwise(geo.bounds)])
+        found = _copy(geo, source, payload)
     if facts.checksums and facts.checksums != found:
         return False
     if geo.pad_bytes:
@@ -76,11 +75,25 @@ def receive(geo: Geometry, facts: Facts, source: Source, target: memoryview) -> 
     return True
 
 
-def _copy(source: WindowSlot, begin: int, end: int, payload: memoryview) -> int:
-    """Copy one layer from a window; returns the checksum of the copy."""
+def _copy(geo: Geometry, source: WindowSlot, payload: memoryview) -> tuple[int, ...]:
+    """Copy all layers from a window; returns the checksums of the copy."""
+    bounds = geo.bounds
+    found: list[int] = []
+    for first, stop in runs(geo, 0, len(geo.layers)):
+        begin, end = bounds[first], bounds[stop]
+        if end - begin > PIECE_BYTES:
+            found.append(_copy_long(source, begin, end, payload))
+        else:
+            _read_exactly(source.fd, payload[begin:end], source.offset + begin)
+            found += hashing.checksums(payload, bounds[first : stop + 1])
+    return tuple(found)
+
+
+def _copy_long(source: WindowSlot, begin: int, end: int, payload: memoryview) -> int:
+    """Copy a layer that is longer than a piece; returns the checksum of the copy."""
     digest = xxhash.xxh3_64()
-    for start in range(begin, end, _PIECE_BYTES):
-        piece = payload[start : min(start + _PIECE_BYTES, end)]
+    for start in range(begin, end, PIECE_BYTES):
+        piece = payload[start : min(start + PIECE_BYTES, end)]
         _read_exactly(source.fd, piece, source.offset + start)
         digest.update(piece)
     return digest.intdigest()

@@ -27,6 +27,7 @@ from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.errors import CorruptChunk, KvfsError, ProtocolError, UnavailableError
 from kvfs.intake import Handed
 from kvfs.keys import Key, split
+from kvfs.mount.arrivals import Watch
 from kvfs.mount.handover import Handover, InArena, ThroughWindow
 from kvfs.promotion import Promotion
 from kvfs.store import Store
@@ -41,7 +42,6 @@ _MAX_FAILURE_CHARACTERS = 1000
 _PEER = struct.Struct("3i")
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED)  # accept(2): it may work later
 _ACCEPT_AGAIN_S = 0.1
-_GATHER_S, _GATHER_A_CHUNK_S = 0.0005, 0.00001  # how long arrivals are gathered for one message
 _TURN_S = 0.0005  # after which others go on. While threads take checksums each turn given away costs up to 0.2 ms
 _leases = itertools.count(1)
 
@@ -303,13 +303,12 @@ class Session:
         self, request: m.Load, promotions: list[tuple[int, Promotion]], ready: int, num_layers: int
     ) -> None:
         """Tell the client of layers as they come, until all are there or the deadline has passed."""
-        gather_s = _GATHER_S + _GATHER_A_CHUNK_S * len(promotions)
         told = {index: ready for index, _ in promotions}
-        watch = _Watch([promotion for _, promotion in promotions])
+        watch = Watch([promotion for _, promotion in promotions])
         try:
             with trio.move_on_after(request.deadline_ms / 1000):
                 while ready < num_layers:
-                    await watch.wait(gather_s)
+                    await watch.wait()
                     good = [(index, promotion.layers) for index, promotion in promotions if promotion.error is None]
                     now_ready = min((layers for _, layers in good), default=num_layers)
                     ahead = tuple([(index, layers) for index, layers in good if layers > max(told[index], now_ready)])
@@ -374,41 +373,6 @@ class Session:
         await self._send(m.Published(request.id, tuple(statuses)))
         found = [table.chunks.get(Key(finished.key)) for finished in request.chunks]
         self._store.stored([chunk for chunk in found if chunk is not None])
-
-
-class _Watch:
-    """Waiting for anything to happen to any of some promotions."""
-
-    def __init__(self, promotions: list[Promotion]) -> None:
-        self._promotions = set(promotions)
-        self._open = {promotion for promotion in self._promotions if promotion.num_left}
-        self._news, self._all = trio.Event(), trio.Event()
-        for promotion in self._promotions:
-            promotion.watchers.add(self._ended)
-        self._news.set()
-        if not self._open:
-            self._all.set()
-
-    def _ended(self, promotion: Promotion) -> None:
-        self._news.set()
-        if not promotion.num_left:
-            self._open.discard(promotion)
-            if not self._open:
-                self._all.set()
-
-    async def wait(self, gather_s: float) -> None:
-        """Return when something happened since the last time, and `gather_s` later, or when nothing is left."""
-        await self._news.wait()
-        with trio.move_on_after(gather_s):
-            await self._all.wait()
-        self._news = trio.Event()
-        if self._all.is_set():
-            self._news.set()
-
-    def close(self) -> None:
-        """Stop watching."""
-        for promotion in self._promotions:
-            promotion.watchers.discard(self._ended)
 
 
 def _placement(

@@ -28,6 +28,10 @@ Everything, some minutes: 15 GiB of disk below the current directory and 7 GiB o
 kvfs bench --dir /data --quick --json
 
 On the device of /data, fewer rounds, for scripts.
+
+chrt -r 1 kvfs bench
+
+On a machine that does other work at the same time: figures of an idle one (nice does not help between sessions).
 """
 
 _NEEDED_BYTES = 16 << 30

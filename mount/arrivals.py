@@ -1,0 +1,48 @@
+"""Arrivals: what a session waits for while the chunks of a load are read, so that its client hears of many at once.
+
+Concurrency: belongs to the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import trio
+
+from kvfs.promotion import Promotion
+
+_GATHER_S, _GATHER_A_CHUNK_S = 0.0005, 0.00001  # how long arrivals are gathered for one message
+
+
+class Watch:
+    """Waiting for anything to happen to any of some promotions. Close it."""
+
+    def __init__(self, promotions: list[Promotion]) -> None:
+        self._promotions = set(promotions)
+        self._gather_s = _GATHER_S + _GATHER_A_CHUNK_S * len(promotions)
+        self._open = {promotion for promotion in self._promotions if promotion.num_left}
+        self._news, self._all = trio.Event(), trio.Event()
+        for promotion in self._promotions:
+            promotion.watchers.add(self._ended)
+        self._news.set()
+        if not self._open:
+            self._all.set()
+
+    def _ended(self, promotion: Promotion) -> None:
+        self._news.set()
+        if not promotion.num_left:
+            self._open.discard(promotion)
+            if not self._open:
+                self._all.set()
+
+    async def wait(self) -> None:
+        """Return a little after something happened since the last time, or when nothing is left to happen."""
+        await self._news.wait()
+        with trio.move_on_after(self._gather_s):
+            await self._all.wait()
+        self._news = trio.Event()
+        if self._all.is_set():
+            self._news.set()
+
+    def close(self) -> None:
+        """Stop watching."""
+        for promotion in self._promotions:
+            promotion.watchers.discard(self._ended)
