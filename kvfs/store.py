@@ -10,29 +10,28 @@ consistent; after each `await` inside an `async` one the chunk may have been rem
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
 
 import trio
 
 from kvfs import namespace as namespaces
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
-from kvfs.chunk import Facts, Geometry, geometry, parse_header, verify_payload
+from kvfs.chunk import Facts, geometry, parse_header, verify_payload
 from kvfs.cold_reads import ColdReads
-from kvfs.config import Settings, format_size
-from kvfs.errors import CapacityError, CorruptChunk, UnavailableError, UsageError
+from kvfs.config import Settings
+from kvfs.errors import CorruptChunk, UnavailableError, UsageError
 from kvfs.index import NamespaceRow
-from kvfs.intake import Handed, Reservation, receive
-from kvfs.keys import ChainHash, Key, key_of
+from kvfs.intake import Handed, Reservation
+from kvfs.keys import Key
 from kvfs.limits import Limits
 from kvfs.messages import NewChunk, StoreStatus, Tier
 from kvfs.metrics import Counters, render
 from kvfs.namespace import Namespace
 from kvfs.promotion import Promoter, Promotion, drop_corrupt
 from kvfs.residency import NameObserver, Observer, Residency
-from kvfs.staging import Staged, Staging, prove
+from kvfs.staging import Staged
 from kvfs.statistics import Capacity, Statistics, TierStatistics, gauges
+from kvfs.storing import Storing
 from kvfs.system import System
 from kvfs.tiers.nvme import Slice, check_header
 from kvfs.volume import Volume, aligned_buffer
@@ -42,11 +41,6 @@ log = logging.getLogger(__name__)
 
 _SAVE_USE_EVERY_S = 10.0
 _FLUSH_AT_END_S = 60.0
-_BYTES_A_THREAD = (
-    64 << 20
-)  # of a publish: a thread more for less takes the core from the engine that is to fill the next
-_ROOM_DEADLINE_S = 20.0  # for a copy that is faster than the volume
-_MAX_WAITING_FOR_ROOM = 64
 _MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and stays when its last chunk goes
 
 
@@ -68,11 +62,8 @@ class Store:
         self.limits = Limits(residency, system)
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
-        self._num_waiting_for_room = 0
-        self.staging = Staging(residency.ram, self._wait_for_room, system.monotonic)
         self._used: set[Chunk] = set()
         self._last_number = 0  # of a namespace
-        self._looked_at: set[ChunkTable] = set()  # whether their chunks fit
         self._promoter: Promoter | None = None
         self._writer: WriteBehind | None = None
         self._cold: ColdReads | None = None
@@ -80,6 +71,8 @@ class Store:
             self._promoter = Promoter(residency, residency.nvme, nursery)
             self._writer = WriteBehind(residency, residency.nvme, residency.commits)
             self._cold = ColdReads(residency, residency.nvme)
+        self._storing = Storing(settings, system, residency, self.limits, self._writer, self._copies)
+        self.staging = self._storing.staging
 
     @property
     def catalog(self) -> Catalog:
@@ -121,7 +114,7 @@ class Store:
                 row = NamespaceRow(table.number, table.directory, document, table.created_ns)
                 self._residency.commits.add_namespace(row)
             self.events.append("namespace", namespace=table.directory)
-        self._check_sizes(table)
+        self._storing.check_sizes(table)
         return table
 
     def remove_namespace(self, table: ChunkTable) -> None:
@@ -129,7 +122,7 @@ class Store:
         assert not table.chunks
         assert not table.num_sessions
         self.catalog.forget(table)
-        self._looked_at.discard(table)
+        self._storing.forget(table)
         self.events.append("namespace_removed", namespace=table.directory)
         if self._residency.commits is not None:
             self._residency.commits.remove_namespace(table.number, table.directory)
@@ -241,187 +234,24 @@ class Store:
     # storing
 
     def reserve(self, table: ChunkTable, new: NewChunk) -> Reservation | StoreStatus:
-        """Room in RAM for a chunk to come, or why there is none. Raises UsageError for an impossible one."""
-        key = key_of(ChainHash(new.chain))
-        geo = geometry(table.namespace, new.num_tokens)
-        if key in table.chunks:
-            self.counters.stores_existing += 1
-            return StoreStatus.EXISTS
-        parent = _parent(table, Key(new.parent), new.position)
-        fits = self._fits(geo) and self.limits.make_room(table, geo.file_bytes, parent)
-        offset = self._residency.reserve_ram(geo.file_bytes) if fits else None
-        if offset is None:
-            self.counters.stores_refused += 1
-            return StoreStatus.REFUSED
-        table.reserved_bytes += geo.file_bytes
-        return Reservation(table, new, key, geo, offset)
-
-    def _fits(self, geo: Geometry) -> bool:
-        """Whether every tier is as large as a chunk: one that the volume can never hold would stay dirty for ever."""
-        return all(geo.file_bytes <= capacity for _, capacity in self._tier_sizes())
-
-    def _tier_sizes(self) -> Iterator[tuple[str, int]]:
-        ram, nvme = self._residency.ram, self._residency.nvme
-        yield "the RAM tier", ram.extents.capacity
-        if nvme is not None:
-            yield "the volume", nvme.extents.capacity
-
-    def _check_sizes(self, table: ChunkTable) -> None:
-        """Say once of a namespace that its chunks can never be stored, and why."""
-        if table in self._looked_at:
-            return
-        self._looked_at.add(table)
-        geo = geometry(table.namespace, table.namespace.identity.tokens_per_chunk)
-        limits = [(what, geo.file_bytes, size) for what, size in self._tier_sizes()]
-        if self.settings.access != "trusted":  # else engines store in place
-            limits.append(("a window", geo.payload_bytes, self.settings.window_bytes))
-        small = [f"{what} has {format_size(size)}" for what, needed, size in limits if needed > size]
-        if small:
-            log.warning(
-                "%s: a full chunk has %s, but %s: such chunks are refused",
-                table.directory, format_size(geo.file_bytes), " and ".join(small),
-            )  # fmt: skip
-            self.events.append(
-                "too_large", namespace=table.directory, chunk_bytes=geo.file_bytes, reason=" and ".join(small)
-            )
+        """See `Storing`."""
+        return self._storing.reserve(table, new)
 
     def abort(self, reservation: Reservation) -> None:
-        """Give a reservation back."""
-        self.counters.stores_aborted += 1
-        self._free_reserved(reservation)
+        """See `Storing`."""
+        self._storing.abort(reservation)
 
     async def publish(self, chunks: Sequence[Handed], turn: trio.Event | None = None) -> list[StoreStatus]:
-        """Bring the payloads of chunks to their places, verify them and make them visible, in the order given.
-
-        They are received side by side, and become visible together, after `turn`, which has to come: a chunk that came
-        before its parent would head a prefix of its own. The reservations are used up, whatever happens.
-        """
-        created_ns = self.system.time_ns()
-        num_bytes = sum(handed.reservation.geometry.payload_bytes for handed in chunks)
-        queue = deque(enumerate(chunks))
-        is_good = [False] * len(chunks)
-
-        def receive_some() -> None:
-            while queue:
-                try:
-                    index, handed = queue.popleft()
-                except IndexError:
-                    return
-                is_good[index] = self._receive(handed, created_ns)
-
-        with trio.CancelScope(shield=True):  # a thread that writes into the arena is never abandoned
-            async with trio.open_nursery() as nursery:
-                for _ in range(min(len(chunks), int(self._copies.total_tokens), 1 + num_bytes // _BYTES_A_THREAD)):
-                    nursery.start_soon(partial(trio.to_thread.run_sync, receive_some, limiter=self._copies))
-            if turn is not None:
-                await turn.wait()
-        return [
-            self._settle(handed.reservation, created_ns, good) for handed, good in zip(chunks, is_good, strict=True)
-        ]
-
-    def _receive(self, handed: Handed, created_ns: int) -> bool:
-        """In a thread: whether the payload is there and good."""
-        reservation = handed.reservation
-        new, geo = reservation.new, reservation.geometry
-        view = self._residency.ram.view(reservation.offset, geo.file_bytes)
-        facts = Facts(ChainHash(new.chain), Key(new.parent), new.position, new.num_tokens, created_ns, handed.checksums)
-        try:
-            return receive(geo, facts, handed.source, view)
-        except (OSError, UsageError) as error:
-            log.warning("a payload could not be received: %s", error)
-            return False
-
-    def _settle(self, reservation: Reservation, created_ns: int, is_good: bool) -> StoreStatus:
-        if not is_good:
-            self._free_reserved(reservation)
-            self.counters.stores_bad += 1
-            return StoreStatus.BAD
-        if reservation.key in reservation.table.chunks:  # somebody was faster
-            self._free_reserved(reservation)
-            self.counters.stores_existing += 1
-            return StoreStatus.EXISTS
-        self._make_visible(reservation, created_ns)
-        return StoreStatus.STORED
+        """See `Storing`."""
+        return await self._storing.publish(chunks, turn)
 
     def stored(self, chunks: Collection[Chunk]) -> None:
-        """These chunks were published together. Call it after the reply is out."""
-        self._residency.arrived(self._residency.ram.policy, chunks)
-
-    def _make_visible(self, reservation: Reservation, created_ns: int, inode: int | None = None) -> Chunk:
-        new = reservation.new
-        reservation.table.reserved_bytes -= reservation.geometry.file_bytes
-        chunk, moves = self.catalog.create(
-            reservation.table, reservation.key, Key(new.parent), new.position, new.num_tokens, created_ns, inode
-        )
-        self._residency.ram.place(chunk, reservation.offset)
-        ghost = self._residency.ghosts.pop(chunk.table.directory, chunk.key)
-        if ghost is not None:
-            chunk.hits = ghost.hits
-            self.counters.stores_returned += ghost.why == "evict"
-        self.counters.stores_published += 1
-        self.counters.published_bytes += chunk.length
-        self.events.append("publish", namespace=chunk.table.directory, key=chunk.key.hex())
-        self._residency.tell_moves(chunk.table, moves)
-        self._residency.tell("published", chunk, chunk.home)
-        if self._writer is not None:
-            self._writer.add(chunk)
-        return chunk
-
-    def _free_reserved(self, reservation: Reservation) -> None:
-        self._residency.ram.extents.free(reservation.offset, reservation.geometry.file_bytes)
-        reservation.table.reserved_bytes -= reservation.geometry.file_bytes
-
-    # copying in
+        """See `Storing`."""
+        self._storing.stored(chunks)
 
     async def admit(self, staged: Staged, table: ChunkTable, key: Key) -> Chunk:
-        """The chunk that a staged file is, visible now; it may have been there before, then the file is dropped.
-
-        Raises CorruptChunk or UsageError if it is not this chunk, CapacityError if the tiers are too small for it; the
-        file stays as it was.
-        """
-        async with self.staging.holding(staged):
-            raw = self.staging.view(staged)
-            geo, facts = await trio.to_thread.run_sync(prove, table.namespace, key, raw, limiter=self._copies)
-            if self.catalog.tables.get(table.directory) is not table:
-                raise UsageError(f"{table.directory} was removed meanwhile")
-            known = table.chunks.get(key)
-            if known is not None:
-                self.counters.copies_existing += 1
-                self.staging.drop(staged)
-                return known
-            parent = _parent(table, facts.parent, facts.position)
-            if staged.is_over:
-                raise UsageError("the file was dropped meanwhile")
-            if not self._fits(geo):
-                raise CapacityError("a tier is smaller than this chunk")
-            if not self.limits.make_room(table, geo.file_bytes, parent):
-                raise CapacityError(f"{table.directory} has reached its quota")
-            table.reserved_bytes += geo.file_bytes
-            new = NewChunk(facts.chain, facts.parent, facts.position, facts.num_tokens)
-            reservation = Reservation(table, new, key, geo, self.staging.take(staged, geo.file_bytes))
-            chunk = self._make_visible(reservation, facts.created_ns, staged.inode)
-        chunk.last_used_ns = max(chunk.created_ns, self.system.time_ns())  # else it would be old before it is used
-        self.counters.copies_admitted += 1
-        self.stored([chunk])
-        return chunk
-
-    async def _wait_for_room(self, length: int) -> int | None:
-        """An extent of the arena for what is being copied in, which unlike an engine can wait for the volume."""
-        offset = self._residency.reserve_ram(length)
-        writer, ram = self._writer, self._residency.ram
-        if offset is not None or writer is None or length > ram.extents.capacity:
-            return offset
-        if self._num_waiting_for_room >= _MAX_WAITING_FOR_ROOM:
-            return None
-        self._num_waiting_for_room += 1
-        try:
-            with trio.move_on_after(_ROOM_DEADLINE_S):
-                while offset is None and writer.num_dirty:
-                    await writer.progress()
-                    offset = self._residency.reserve_ram(length)
-        finally:
-            self._num_waiting_for_room -= 1
-        return offset
+        """See `Storing`."""
+        return await self._storing.admit(staged, table, key)
 
     # removing
 
@@ -518,16 +348,6 @@ class Store:
             elif chunk.is_dirty and not chunk.is_removed:
                 dirty.add(chunk)
         self._used = dirty
-
-
-def _parent(table: ChunkTable, parent: Key, position: int) -> Chunk | None:
-    """The chunk that another names as its parent, if it is there. Raises UsageError if it cannot be that."""
-    above = table.chunks.get(parent)
-    if above is not None and (
-        above.position + 1 != position or above.num_tokens != table.namespace.identity.tokens_per_chunk
-    ):
-        raise UsageError(f"a chunk at position {position} cannot follow the chunk that it names as its parent")
-    return above
 
 
 def _verify_whole(chunk: Chunk, view: memoryview) -> None:

@@ -249,7 +249,7 @@ async def test_what_comes_while_it_looks_keeps_what_it_is_built_on(
             await trio.lowlevel.checkpoint()
             reservation = store.reserve(table, new_chunks(chain)[6])
             assert isinstance(reservation, Reservation)
-            assert store._settle(reservation, store.system.time_ns(), True) is STORED
+            assert store._storing._settle(reservation, store.system.time_ns(), True) is STORED
         parents = [position - 1 for position in stored(table, chain) if position]
         assert set(parents) <= set(stored(table, chain))
         assert 6 in stored(table, chain)
