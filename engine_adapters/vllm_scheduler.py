@@ -63,7 +63,7 @@ class TrackedRequest:
 class SchedulerSide:
     """The scheduler's sessions with the cache, one for each rank, and the requests under way.
 
-    Attributes: break_even: decides whether a load pays.
+    Attributes: break_even: decides whether a load pays; num_leased: requests that hold leases.
     """
 
     def __init__(self, settings: VllmSettings, namespaces: Sequence[Namespace], block_size: int) -> None:
@@ -78,9 +78,9 @@ class SchedulerSide:
             for namespace in namespaces
         ]
         self._requests: dict[str, TrackedRequest] = {}
-        self._num_leased = 0
+        self.num_leased = 0
         self._num_loading = 0
-        self._ordered: list[TrackedRequest] = []
+        self._ordered: list[Transfer] = []
         self._last_stores: list[Transfer] = []
         self._held: set[str] = set()
         self._generation: list[str] = []
@@ -146,7 +146,7 @@ class SchedulerSide:
             end = min(end, request.num_tokens - 1)
         tracked.loading = self._transfer(tracked, block_ids, (end - num_external) // self._block_size, end)
         self._num_loading += 1
-        self._ordered.append(tracked)
+        self._ordered.append(tracked.loading)
 
     def _transfer(self, tracked: TrackedRequest, block_ids: Sequence[int], first_block: int, end: int) -> Transfer:
         blocks_a_chunk = self._tokens_per_chunk // self._block_size
@@ -177,15 +177,15 @@ class SchedulerSide:
                 break
         tracked.num_found = found
         tracked.num_handled = max(tracked.num_handled, found)
-        if found and self._num_leased < MAX_LEASED_REQUESTS:
+        if found and self.num_leased < MAX_LEASED_REQUESTS:
             tracked.leases = leases
-            self._num_leased += 1
+            self.num_leased += 1
         else:
             self._give_back(leases)
 
     def _release(self, tracked: TrackedRequest) -> None:
         leases, tracked.leases = tracked.leases, []
-        self._num_leased -= bool(leases)
+        self.num_leased -= bool(leases)
         self._give_back(leases)
 
     def _give_back(self, leases: Sequence[Lease]) -> None:
@@ -208,7 +208,7 @@ class SchedulerSide:
         held, self._held = self._held, set()
         last_stores, self._last_stores = self._last_stores, []
         orders = StepOrders(
-            loads=[tracked.loading for tracked in ordered if tracked.loading is not None],
+            loads=ordered,
             are_loads_async=self._settings.load_async,
             stores=last_stores,
             preempted=frozenset(step.preempted_req_ids or ()),

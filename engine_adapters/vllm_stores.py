@@ -65,6 +65,10 @@ class BlockStore:
         with self._changed:
             self._changed.wait_for(lambda: not any(self._waiting[request_id] > 0 for request_id in wanted))
 
+    def flush(self) -> None:
+        """Wait until everything that was begun is published or turned away."""
+        self._thread.submit(_nothing).result()
+
     def close(self) -> None:
         """Do what is waiting, then end the thread."""
         self._thread.shutdown()
@@ -134,3 +138,7 @@ class BlockStore:
         each = max(align(geometry(namespace, placed.chunk.num_tokens).payload_bytes) for placed in chunks)
         at_once = size_bytes // each or (2 * size_bytes) // each
         return [chunks[first : first + at_once] for first in range(0, len(chunks), at_once)] if at_once else []
+
+
+def _nothing() -> None:
+    """Comes after everything else."""

@@ -59,6 +59,10 @@ class WorkerSide:
                 log.warning("going on without a cache until there is one: %s", error)
                 return
 
+    def flush(self) -> None:
+        """Wait until everything that was ordered so far is stored, or turned away."""
+        self._store.flush()
+
     def close(self) -> None:
         """Finish what is running and end the sessions."""
         self._loader.close()

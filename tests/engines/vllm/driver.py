@@ -47,6 +47,20 @@ class Driver:
             for output in outputs
         ]
 
+    def abandon(self, prompt: list[int], num_steps: int) -> int:
+        """Begin a prompt and cancel it after some steps; how many requests are left when the engine has settled."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        parameters = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+        request_id = engine.add_request("abandoned", {"prompt_token_ids": prompt}, parameters)
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort_request([request_id], internal=True)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return int(engine.get_num_unfinished_requests())
+
     def reset(self, connector: bool = False) -> bool:
         """Empty vLLM's own prefix cache."""
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
