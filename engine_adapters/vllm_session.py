@@ -81,14 +81,18 @@ class PatientSession:
         self._thread.start()
 
     def _keep_trying(self) -> None:
+        refusal = ""
         while not self._closing.wait(self._retry_s):
             self.client.close()  # a broken connection would count as attached
             try:
                 self.client.attach()
             except UnavailableError:
                 continue
-            except UsageError as error:
-                log.error("going on without the cache: %s", error)
-                return
+            except UsageError as error:  # perhaps of a daemon that is replaced by another
+                if str(error) != refusal:
+                    log.error("going on without the cache: %s", error)
+                refusal = str(error)
+                continue
+            log.info("the cache at %s answers again", self.client.mount)
             self._is_up = True
             return

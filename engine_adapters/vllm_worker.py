@@ -20,6 +20,9 @@ from kvfs.engine_adapters.vllm_stores import BlockStore
 from kvfs.errors import UnavailableError, UsageError
 
 log = logging.getLogger(__name__)
+STORE_DEADLINE_S = 5.0
+"""How long an answer may take that no request waits for: a daemon on a busy machine is not a dead one."""
+
 MAX_HELD_SHARE = 4
 """At most a quarter of the blocks may be waiting to be copied out."""
 
@@ -35,9 +38,11 @@ class WorkerSide:
         self._blocks = blocks
         name = f"vllm rank {kv.namespace.rank}"
         self._clients = [
-            Client(settings.mount, kv.namespace, deadline_s=settings.deadline_s, name=f"{name} {what}",
+            Client(settings.mount, kv.namespace, deadline_s=deadline_s, name=f"{name} {what}",
                    window_bytes=settings.window_bytes)
-            for what in ("loads", "stores")
+            for what, deadline_s in (
+                ("loads", settings.deadline_s), ("stores", max(settings.deadline_s, STORE_DEADLINE_S)),
+            )
         ]  # fmt: skip
         num_chunks = kv.num_tokens // kv.namespace.identity.tokens_per_chunk
         self._loader = BlockLoader(self._clients[0], blocks)

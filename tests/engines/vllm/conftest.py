@@ -53,7 +53,10 @@ def vllm_python() -> str:
 
 
 def _own_shared_memory() -> list[str]:
-    """Run what follows with a /dev/shm of its own, as root: tests elsewhere look for files that are left there."""
+    """Run what follows with a /dev/shm of its own, as root: tests elsewhere look for files that are left there.
+
+    It does not see what is mounted later.
+    """
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         return []
     script = 'mount -t tmpfs shm /dev/shm && exec "$@"'
@@ -71,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Engine:
     """A vLLM in a process of its own; `ask` names a method of `driver.Driver`. Attributes: log: what it wrote."""
 
-    def __init__(self, python: str, arguments: dict[str, Any], log: Path, threads: str) -> None:
+    def __init__(self, python: str, arguments: dict[str, Any], log: Path, threads: str, sees_mounts: bool) -> None:
         self._log = log
         answers, theirs = os.pipe()
         environment = {
@@ -192,12 +195,19 @@ StartEngine = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def start_engine(vllm_python: str, directory: Path, mount: Daemon) -> StartEngine:
-    """A context manager that runs an engine. Keywords are those of vllm.LLM; `policy` and `settings` are the connector's."""
+    """A context manager that runs an engine. Keywords are those of vllm.LLM; `policy` and `settings` are the connector's.
+
+    `sees_mounts`: the test mounts kvfs anew while the engine runs.
+    """
     numbers = iter(range(100))
 
     @contextmanager
     def start(
-        policy: str | None = "recompute", settings: dict[str, Any] | None = None, threads: str = "0", **keywords: Any
+        policy: str | None = "recompute",
+        settings: dict[str, Any] | None = None,
+        threads: str = "0",
+        sees_mounts: bool = False,
+        **keywords: Any,
     ) -> Iterator[Engine]:
         transfer: dict[str, Any] = {
             "kv_connector": "KvfsConnector",
@@ -213,7 +223,7 @@ def start_engine(vllm_python: str, directory: Path, mount: Daemon) -> StartEngin
             "disable_log_stats": False, "num_gpu_blocks_override": 80, "kv_transfer_config": transfer,
             **keywords,
         }  # fmt: skip
-        engine = Engine(vllm_python, arguments, directory / f"engine-{next(numbers)}.log", threads)
+        engine = Engine(vllm_python, arguments, directory / f"engine-{next(numbers)}.log", threads, sees_mounts)
         try:
             yield engine
         finally:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.leaves("a process"), pytest.mark.leaves("a mount")]
 
 @pytest.fixture(scope="module")
 def engine(start_engine: StartEngine) -> Iterator[Engine]:
-    with start_engine() as engine:
+    with start_engine(sees_mounts=True) as engine:
         yield engine
 
 
@@ -73,7 +73,7 @@ def test_the_policy_fail_ends_the_request(
     start_engine: StartEngine, mount: Daemon, prompt: Prompt, directory: Path
 ) -> None:
     """That is vLLM's default, and why there is a warning at start."""
-    with start_engine(policy="fail") as engine:
+    with start_engine(policy="fail", sees_mounts=True) as engine:
         asked, before = prompt(600), engine.stored()
         engine.tokens(asked)
         engine.wait_for_stores(before + 2)
