@@ -20,7 +20,7 @@ from typing import Any
 
 from kvfs.chunk import geometry
 from kvfs.client import Client, Load
-from kvfs.engine_adapters.prefix_load import spare_threads
+from kvfs.engine_adapters.spare_cores import move_to, num_helpers, spare_cores
 from kvfs.engine_adapters.vllm_blocks import KvBlocks, Piece
 from kvfs.engine_adapters.vllm_orders import LoadReport, PlacedChunk, Transfer
 from kvfs.errors import CorruptChunk, UnavailableError
@@ -95,9 +95,10 @@ class BlockLoader:
     def __init__(self, client: Client, blocks: KvBlocks) -> None:
         self._client = client
         self._blocks = blocks
-        self._thread = ThreadPoolExecutor(1, "kvfs-load")
-        threads = spare_threads()
-        self._helpers = ThreadPoolExecutor(threads, "kvfs-copy") if threads else None
+        cores = spare_cores()
+        threads = num_helpers(cores)
+        self._thread = ThreadPoolExecutor(1, "kvfs-load", move_to, (cores,))
+        self._helpers = ThreadPoolExecutor(threads, "kvfs-copy", move_to, (cores,)) if threads else None
         self._running: list[BlockLoad] = []
         self._has_complained = False
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvfs.chunk import align, geometry
 from kvfs.client import Client, Publishing, Reservation
+from kvfs.engine_adapters.spare_cores import move_to, spare_cores
 from kvfs.engine_adapters.vllm_blocks import KvBlocks
 from kvfs.engine_adapters.vllm_orders import PlacedChunk, Transfer
 from kvfs.errors import KvfsError
@@ -41,7 +42,7 @@ class BlockStore:
         self.num_dropped = 0
         self._client = client
         self._blocks = blocks
-        self._thread = ThreadPoolExecutor(1, "kvfs-store")
+        self._thread = ThreadPoolExecutor(1, "kvfs-store", move_to, (spare_cores(),))
         self._waiting: Counter[str] = Counter()  # chunks that are not copied yet, by request
         self._changed = threading.Condition()
 
