@@ -34,7 +34,8 @@ class Asker:
 
     def ask(self, prompt: list[int]) -> tuple[float, list[int], int]:
         """Milliseconds to the first token, the generated token ids, prompt tokens that were not computed."""
-        begin, ttft_ms, answer, reused = time.perf_counter(), 0.0, [], 0
+        answer: list[int] = []
+        begin, ttft_ms, reused = time.perf_counter(), 0.0, 0
         stream = self._client.completions.create(
             model=self._task.model,
             prompt=prompt,
