@@ -145,6 +145,7 @@ class SchedulerSide:
         if not self._settings.load_async:
             end = min(end, request.num_tokens - 1)
         tracked.loading = self._transfer(tracked, block_ids, (end - num_external) // self._block_size, end)
+        log.debug("request %s: %d tokens are loaded", request.request_id, num_external)
         self._num_loading += 1
         self._ordered.append(tracked.loading)
 
@@ -175,6 +176,7 @@ class SchedulerSide:
             found = lease.count
             if not found:
                 break
+        log.debug("request %s: %d of %d chunks are stored", tracked.request.request_id, found, len(chains))
         tracked.num_found = found
         tracked.num_handled = max(tracked.num_handled, found)
         if found and self.num_leased < MAX_LEASED_REQUESTS:

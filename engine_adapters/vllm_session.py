@@ -86,7 +86,8 @@ class PatientSession:
             self.client.close()  # a broken connection would count as attached
             try:
                 self.client.attach()
-            except UnavailableError:
+            except UnavailableError as error:
+                log.debug("the cache does not answer yet: %s", error)
                 continue
             except UsageError as error:  # perhaps of a daemon that is replaced by another
                 if str(error) != refusal:

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from kvfs.chunk import align, geometry
@@ -53,7 +53,8 @@ class BlockStore:
                 self.num_dropped += len(transfer.chunks)
                 return
             self._waiting[transfer.request_id] += len(transfer.chunks)
-        self._thread.submit(self._run, transfer, self._blocks.fence())
+        log.debug("request %s: %d chunks are to be stored", transfer.request_id, len(transfer.chunks))
+        self._thread.submit(self._run, transfer, self._blocks.fence()).add_done_callback(_log_mistake)
 
     def has_stores(self, request_id: str) -> bool:
         """Whether blocks of this request are still to be copied."""
@@ -139,6 +140,13 @@ class BlockStore:
         each = max(align(geometry(namespace, placed.chunk.num_tokens).payload_bytes) for placed in chunks)
         at_once = size_bytes // each or (2 * size_bytes) // each
         return [chunks[first : first + at_once] for first in range(0, len(chunks), at_once)] if at_once else []
+
+
+def _log_mistake(future: Future[None]) -> None:
+    """A mistake of ours costs a store, and somebody reads the log."""
+    error = future.exception()
+    if error is not None:
+        log.error("a store failed", exc_info=error)
 
 
 def _nothing() -> None:

@@ -82,7 +82,7 @@ class Engine:
             "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": threads, "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
         command = [
-            *_own_shared_memory(),
+            *([] if sees_mounts else _own_shared_memory()),
             "nice",
             "-n",
             "19",
