@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from kvfs.chunk import geometry
@@ -120,6 +120,12 @@ class BlockLoader:
                 load.num_arrived = 0
                 load.tokens_by_tier = {}
         return over
+
+    def wait_a_moment(self, timeout_s: float) -> bool:
+        """Wait until one of the loads has ended, but not for long; False if there is none."""
+        if self._running:
+            wait([load.future for load in self._running], timeout_s, FIRST_COMPLETED)
+        return bool(self._running)
 
     def close(self) -> None:
         """Wait for what is running."""

@@ -44,6 +44,7 @@ class StepOrders:
         preempted: requests whose blocks are about to belong to others.
         held: finished requests whose blocks are held until their stores have been copied.
         is_timed: the step's time says something about the speed of a prefill.
+        is_idle: the step computes nothing: vLLM makes it to hear what has ended.
     """
 
     number: int = 0
@@ -53,6 +54,7 @@ class StepOrders:
     preempted: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
     is_timed: bool = False
+    is_idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

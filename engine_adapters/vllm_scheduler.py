@@ -215,6 +215,7 @@ class SchedulerSide:
             stores=last_stores,
             preempted=frozenset(step.preempted_req_ids or ()),
             held=frozenset(held),
+            is_idle=not step.total_num_scheduled_tokens,
         )
         for request_id in orders.preempted:
             if (tracked := self._requests.get(request_id)) is not None:

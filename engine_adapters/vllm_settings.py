@@ -33,7 +33,7 @@ class VllmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     floor_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
     break_even: bool = True
     deadline_s: Seconds = 1.0
-    window_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 256 << 20
+    window_bytes: Annotated[int, msgspec.Meta(ge=1 << 16)] = 256 << 20
     model_id: str | None = None
     revision: str | None = None
 

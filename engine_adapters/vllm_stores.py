@@ -31,7 +31,7 @@ class BlockStore:
     """Stores chunks out of a worker's blocks.
 
     Attributes:
-        max_waiting_chunks: more than this are not begun: their blocks would be held.
+        max_waiting_chunks: more than this do not wait, their blocks would be held; one prompt may be longer.
         num_stored, num_refused, num_dropped: chunks so far, the last not begun for that reason.
     """
 
@@ -49,7 +49,8 @@ class BlockStore:
     def begin(self, transfer: Transfer) -> None:
         """Copy the chunks once what the engine has queued so far is done."""
         with self._changed:
-            if self._waiting.total() + len(transfer.chunks) > self.max_waiting_chunks:
+            waiting = self._waiting.total()
+            if waiting and waiting + len(transfer.chunks) > self.max_waiting_chunks:
                 self.num_dropped += len(transfer.chunks)
                 return
             self._waiting[transfer.request_id] += len(transfer.chunks)
@@ -60,6 +61,11 @@ class BlockStore:
         """Whether blocks of this request are still to be copied."""
         with self._changed:
             return self._waiting[request_id] > 0
+
+    def wait_a_moment(self, timeout_s: float) -> None:
+        """Wait until blocks of some request have been copied, but not for long."""
+        with self._changed:
+            self._changed.wait(timeout_s)
 
     def drain(self, request_ids: Iterable[str]) -> None:
         """Wait until the blocks of these requests have been copied."""
@@ -87,10 +93,11 @@ class BlockStore:
                 self._copy(batch, reservations)
                 del left[: len(batch)]
                 self._copied(transfer.request_id, len(batch))
+                is_refused = any(reservation.status is StoreStatus.REFUSED for reservation in reservations)
                 publishing = self._client.publish_later(reservations)
                 whole = not published or self._count(published.pop())  # while the daemon checks these
                 published.append(publishing)
-                if not whole or any(reservation.status is StoreStatus.REFUSED for reservation in reservations):
+                if is_refused or not whole:
                     break  # what follows a chunk that is missing would be unreachable
         except KvfsError as error:
             log.warning("a prefix was not stored: %s", error)

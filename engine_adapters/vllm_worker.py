@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 STORE_DEADLINE_S = 5.0
 """How long an answer may take that no request waits for: a daemon on a busy machine is not a dead one."""
 
+IDLE_WAIT_S = 0.003
+"""vLLM steps without a pause while a load or a store has not ended, and takes the cores that these need: 50 steps in the
+80 ms of a load. A step that computes nothing waits for so long, which is all that a new request loses by it."""
+
 MAX_HELD_SHARE = 4
 """At most a quarter of the blocks may be waiting to be copied out."""
 
@@ -91,7 +95,7 @@ class WorkerSide:
 
     def wait_for_layer(self, layer_name: str) -> None:
         """The forward pass is about to look at a layer."""
-        number = self.kv.layer_numbers.get(layer_name)
+        number = self.kv.layer_numbers.get(layer_name) if self._in_step else None
         if number is not None:
             for load in self._in_step:
                 self._blocks.wait(load.wait_for(number))
@@ -107,6 +111,8 @@ class WorkerSide:
         if self.kv.is_storing and not (in_step and self._failed_blocks):
             for transfer in orders.stores:
                 self._store.begin(transfer)
+        if orders.is_idle and not self._loader.wait_a_moment(IDLE_WAIT_S) and self._has_held():
+            self._store.wait_a_moment(IDLE_WAIT_S)
         if orders.is_timed:
             self._report.number = orders.number
 
@@ -117,6 +123,9 @@ class WorkerSide:
         self._held -= sent
         received, self._received = self._received, set()
         return sent, received
+
+    def _has_held(self) -> bool:
+        return any(self._store.has_stores(request_id) for request_id in self._held)
 
     def failed_blocks(self) -> set[int]:
         """Blocks whose KV did not arrive, each named once."""

@@ -83,6 +83,16 @@ def test_a_prompt_that_is_stored_whole(engines: Any) -> None:
     assert not engine.wrong_tokens(request, len(tokens))
 
 
+def test_a_long_prompt_is_stored_through_a_small_window(node: Node, engines: Any) -> None:
+    """Half a window at a time, while the daemon still checks the half before."""
+    tokens = [(11 * index) % 90 + 3 for index in range(14 * CHUNK)]
+    engine = engines(window_bytes=1 << 16)
+    request = request_of(tokens)
+    engine.run(request, list(range(14 * CHUNK // BLOCK)))
+    wait_for_publishing(engine)
+    assert [chunk.position for chunk in node.chunks()] == list(range(14))
+
+
 def test_chunked_prefills_store_what_is_whole(node: Node, engines: Any) -> None:
     engine = engines()
     request = request_of(TOKENS)
