@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 
 from kvfs.client import Client
+from kvfs.engine_adapters.populating import Populating
 from kvfs.engine_adapters.vllm_blocks import HostBlocks, KvBlocks
 from kvfs.engine_adapters.vllm_loads import BlockLoad, BlockLoader
 from kvfs.engine_adapters.vllm_namespace import WorkerKv
@@ -51,6 +52,7 @@ class WorkerSide:
         num_chunks = kv.num_tokens // kv.namespace.identity.tokens_per_chunk
         self._loader = BlockLoader(self._clients[0], blocks)
         self._store = BlockStore(self._clients[1], blocks, max(1, num_chunks // MAX_HELD_SHARE))
+        self._populating = Populating(_host_memory(kv))
         self._in_step: list[BlockLoad] = []
         self._held: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -61,6 +63,7 @@ class WorkerSide:
 
     def open(self) -> None:
         """Map the cache's memory now, so that no request pays for it. Raises UsageError if it refuses this engine."""
+        self._populating.start()
         for client in self._clients:
             try:
                 client.attach()
@@ -74,6 +77,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish what is running and end the sessions."""
+        self._populating.close()
         self._loader.close()
         self._store.close()
         for client in self._clients:
@@ -161,6 +165,12 @@ class WorkerSide:
             self._counts["load_microseconds"] += int(report.seconds * 1e6)
             for tier, tokens in load.tokens_by_tier.items():
                 self._counts[f"hit_tokens_{tier.name.lower()}"] += tokens
+
+
+def _host_memory(kv: WorkerKv) -> list[tuple[int, int]]:
+    """Addresses and sizes of the KV tensors' memory, as far as it is the host's."""
+    storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in kv.views}
+    return [(address, storage.nbytes()) for address, storage in storages.items() if storage.device.type == "cpu"]
 
 
 def open_worker(kv: WorkerKv, settings: VllmSettings) -> WorkerSide:
