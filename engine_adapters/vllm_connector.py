@@ -177,8 +177,7 @@ class KvfsConnector(KVConnectorBase_V1):
         if len(namespaces) != namespaces[0].num_ranks or len({each.fingerprint_hex for each in namespaces}) != 1:
             raise UsageError("vLLM's workers hold KV of different kinds")
         block_size = int(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
-        self._scheduler = SchedulerSide(self._settings, namespaces, block_size)
-        self._scheduler.digest_lora = _digest_lora
+        self._scheduler = SchedulerSide(self._settings, namespaces, block_size, _digest_lora)
         self._scheduler.open()
 
     def on_new_request(self, request: Any) -> None:
@@ -287,5 +286,9 @@ def _cpu_isa(vllm_config: Any, kv_cache_config: Any) -> str:
 
 def _digest_lora(path: str) -> str:
     """A digest of an adapter's files; "" if they are not here, as when vLLM fetches them."""
-    files = weight_files(Path(path)) if path and Path(path).exists() else []
-    return digest_files(files, Path(path)) if files else ""
+    try:
+        files = weight_files(Path(path)) if path and Path(path).exists() else []
+        return digest_files(files, Path(path)) if files else ""
+    except OSError as error:
+        log.warning("the adapter at %s is known by its name only: %s", path, error)
+        return ""

@@ -41,6 +41,7 @@ class TrackedRequest:
         num_found: chunks, from the first on, that every rank has.
         num_asked: chunks that were asked for then.
         may_load: False once a load failed: what is missing is computed then.
+        may_store: False once the weights may have changed under it.
         pays: whether loading was decided to pay; None until it was decided.
         loading: what is being loaded.
         num_handled: chunks, from the first on, that are stored or ordered to be.
@@ -54,6 +55,7 @@ class TrackedRequest:
         self.num_found = 0
         self.num_asked = 0
         self.may_load = True
+        self.may_store = True
         self.pays: bool | None = None
         self.loading: Transfer | None = None
         self.num_handled = 0
@@ -66,8 +68,14 @@ class SchedulerSide:
     Attributes: break_even: decides whether a load pays; num_leased: requests that hold leases.
     """
 
-    def __init__(self, settings: VllmSettings, namespaces: Sequence[Namespace], block_size: int) -> None:
-        """`namespaces` are those of all ranks."""
+    def __init__(
+        self,
+        settings: VllmSettings,
+        namespaces: Sequence[Namespace],
+        block_size: int,
+        digest_lora: Callable[[str], str],
+    ) -> None:
+        """`namespaces` are those of all ranks; `digest_lora` names the weights of an adapter by its path."""
         self.break_even = BreakEven(settings.floor_tokens, is_measuring=settings.break_even)
         self._settings = settings
         self._fingerprint = namespaces[0].identity.fingerprint()
@@ -87,7 +95,7 @@ class SchedulerSide:
         self._clock = StepClock(settings.floor_tokens)
         self._counts: Counter[str] = Counter()
         self._lora_digests: dict[str, str] = {}
-        self.digest_lora: Callable[[str], str] = lambda path: ""
+        self._digest_lora = digest_lora
 
     def open(self) -> None:
         """Attach to the namespaces. Raises UsageError if the daemon refuses this engine."""
@@ -108,7 +116,7 @@ class SchedulerSide:
             self._counts["bypasses"] += 1
             log.info("the cache does not serve request %s: %s", request.request_id, reason)
             return
-        extras = self._generation + root_extras(request, self._lora_digest(request))
+        extras = self._generation + root_extras(request, self._adapter_digest(request))
         chunks = RequestChunks(self._fingerprint, extras, self._tokens_per_chunk, request.mm_features)
         tracked = self._requests[request.request_id] = TrackedRequest(request, chunks)
         self._match(tracked)
@@ -194,12 +202,12 @@ class SchedulerSide:
         for session, lease in zip(self._sessions, leases, strict=False):
             session.release(lease)
 
-    def _lora_digest(self, request: Any) -> str:
+    def _adapter_digest(self, request: Any) -> str:
         if request.lora_request is None:
             return ""
         path = str(request.lora_request.lora_path)
         if path not in self._lora_digests or request.lora_request.load_inplace:
-            self._lora_digests[path] = self.digest_lora(path)
+            self._lora_digests[path] = self._digest_lora(path)
         return self._lora_digests[path]
 
     # a step
@@ -242,7 +250,7 @@ class SchedulerSide:
     ) -> list[Transfer]:
         """The chunks among the first `computed` tokens that are to be stored and were not ordered yet."""
         size = self._tokens_per_chunk
-        if computed // size <= tracked.num_handled:
+        if computed // size <= tracked.num_handled or not tracked.may_store:
             return []
         tracked.chunks.take(tracked.request.all_token_ids)
         begin, end = tracked.num_handled * size, computed // size * size
@@ -295,8 +303,7 @@ class SchedulerSide:
         """From now on nothing that was stored so far is found: the weights may be others."""
         self._generation = [f"generation:{uuid.uuid4().hex}"]
         for tracked in self._requests.values():
-            tracked.may_load = False
-            tracked.num_handled = 1 << 40  # what it computes is of two kinds of weights
+            tracked.may_load = tracked.may_store = False
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call, by name."""

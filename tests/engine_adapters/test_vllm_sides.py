@@ -258,13 +258,19 @@ def test_a_few_tokens_are_computed(engines: Any) -> None:
 
 
 def test_after_forgetting_nothing_old_is_found_or_stored(node: Node, engines: Any) -> None:
+    """A request that ran meanwhile computed with two kinds of weights: nothing of it is stored, preempted or not."""
     fill(engines())
     engine = engines()
-    running = request_of(TOKENS, "running")
+    running = request_of([5] * 70, "running")
     engine.scheduler.arrived(running)
+    engine.admit(running, BLOCK_IDS)
     engine.scheduler.forget_all()
-    assert engine.scheduler.loadable_tokens(running, 0) == 0
-    assert engine.run(request_of(TOKENS), BLOCK_IDS) == 0
+    engine.preempted = {"running"}
+    engine.schedule(running, 70)
+    engine.step()
+    engine.finish(running)
+    old = request_of(TOKENS, "old")
+    assert engine.run(old, BLOCK_IDS) == 0
     wait_for_publishing(engine)
     assert len(node.chunks()) == 8
 

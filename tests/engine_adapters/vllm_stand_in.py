@@ -58,7 +58,7 @@ class StandIn:
             numbers = {f"layer {layer}": layer for layer in range(LAYERS)}
             kv = WorkerKv(namespace, views, numbers, BLOCKS * BLOCK, is_storing=True)
             self.workers.append(WorkerSide(kv, HostBlocks(views), self.settings))
-        self.scheduler = SchedulerSide(self.settings, namespaces, BLOCK)
+        self.scheduler = SchedulerSide(self.settings, namespaces, BLOCK, lambda path: path)
         for side in [*self.workers, self.scheduler]:
             side.open()
         self.block_ids: dict[str, list[int]] = {}
