@@ -1,7 +1,7 @@
 """Storing from blocks: one thread that copies what a step has computed, while the engine goes on.
 
 The blocks must not change until they are copied. vLLM keeps those of a running request; those of a finished one are
-held until `has_stores` is False; before those of a preempted one are given away, `drain` waits.
+held until `has_stores` is False; before those of a preempted one are given away, `drain` waits, or has them given up.
 
 Concurrency: the thread of the engine begins stores and asks; `_run` belongs to the storing thread. The number of stores
 that are not copied yet, by request, has a lock.
@@ -25,6 +25,8 @@ from kvfs.errors import KvfsError
 from kvfs.messages import StoreStatus
 
 log = logging.getLogger(__name__)
+DRAIN_S = 0.25
+"""How long an engine waits for copies before it gives blocks away. 2,000 tokens take some 20 ms."""
 
 
 class BlockStore:
@@ -44,6 +46,8 @@ class BlockStore:
         self._blocks = blocks
         self._thread = ThreadPoolExecutor(1, "kvfs-store", move_to, (spare_cores(),))
         self._waiting: Counter[str] = Counter()  # chunks that are not copied yet, by request
+        self._given_up: set[str] = set()
+        self._copying: str | None = None
         self._changed = threading.Condition()
 
     def begin(self, transfer: Transfer) -> None:
@@ -68,10 +72,16 @@ class BlockStore:
             self._changed.wait(timeout_s)
 
     def drain(self, request_ids: Iterable[str]) -> None:
-        """Wait until the blocks of these requests have been copied."""
-        wanted = list(request_ids)
+        """Return when nothing reads the blocks of these requests any more.
+
+        They are copied, if that is a matter of moments; what a daemon that does not answer holds up is not stored.
+        """
+        wanted = frozenset(request_ids)
         with self._changed:
-            self._changed.wait_for(lambda: not any(self._waiting[request_id] > 0 for request_id in wanted))
+            if self._changed.wait_for(lambda: not wanted & self._waiting.keys(), DRAIN_S):
+                return
+            self._given_up |= wanted & self._waiting.keys()
+            self._changed.wait_for(lambda: self._copying not in wanted)
 
     def flush(self) -> None:
         """Wait until everything that was begun is published or turned away."""
@@ -90,6 +100,9 @@ class BlockStore:
             self._blocks.after(fence)
             for batch in self._batches(transfer.chunks, self._client.window_bytes() // 2):
                 reservations = self._client.store([placed.chunk for placed in batch])
+                if not self._may_copy(transfer.request_id):
+                    self._client.abort(reservations)
+                    break
                 self._copy(batch, reservations)
                 del left[: len(batch)]
                 self._copied(transfer.request_id, len(batch))
@@ -126,11 +139,21 @@ class BlockStore:
             else:
                 self._blocks.read(layer, pieces)
 
-    def _copied(self, request_id: str, num_chunks: int) -> None:
+    def _may_copy(self, request_id: str) -> bool:
+        """Begin to read the blocks of a request, unless they were given away."""
         with self._changed:
+            if request_id not in self._given_up:
+                self._copying = request_id
+            return self._copying is not None
+
+    def _copied(self, request_id: str, num_chunks: int) -> None:
+        """The blocks of so many chunks are not read any more."""
+        with self._changed:
+            self._copying = None
             self._waiting[request_id] -= num_chunks
             if not self._waiting[request_id]:
                 del self._waiting[request_id]
+                self._given_up.discard(request_id)
             self._changed.notify_all()
 
     def _count(self, publishing: Publishing) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvfs.engine_adapters.vllm_orders import LoadReport, StepReport
 from kvfs.engine_adapters.vllm_scheduler import MAX_LEASED_REQUESTS
+from kvfs.testing import DaemonProcess, settings_in, socket_path
 
 from .conftest import Node
 from .vllm_stand_in import BLOCK, CHUNK, StandIn, request_of
@@ -204,6 +206,29 @@ def test_blocks_of_a_preempted_request_are_copied_before_they_go(node: Node, eng
     assert engine.admit(request, OTHER_IDS) == 4 * CHUNK
     engine.settle(request)
     assert not engine.wrong_tokens(request, 4 * CHUNK)
+
+
+@pytest.mark.expect_log("does not answer")
+def test_blocks_are_given_away_without_waiting_for_a_stopped_daemon(tmp_path: Path) -> None:
+    """The daemon does not answer the store: the engine goes on after a moment, and what it gave away is not read."""
+    settings = settings_in(tmp_path)
+    with DaemonProcess.start(settings, socket_path(tmp_path)) as daemon:
+        engine = StandIn(tmp_path / "mount", deadline_s=2.0)
+        request = request_of(TOKENS)
+        engine.scheduler.arrived(request)
+        engine.admit(request, BLOCK_IDS)
+        with daemon.stopped():
+            engine.schedule(request, 70)
+            engine.step()
+            begin = time.monotonic()
+            engine.preempted = {"r"}
+            engine.step()
+            assert time.monotonic() - begin < 1.5
+            for tensor in engine.tensors[0]:
+                tensor.fill_(0)
+        wait_for_publishing(engine)
+        assert daemon.statistics()["num_chunks"] == 0
+        engine.close()
 
 
 def test_a_request_that_is_cancelled_while_it_loads(engines: Any) -> None:
