@@ -3,11 +3,13 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest -q
 
-.PHONY: help setup demo test check lint format bench torture soak clean
+.PHONY: help setup demo demo-vllm test test-vllm check lint format bench torture soak clean
 
 help:
 	@echo 'make demo    run a prompt cold, warm, after a restart and after its eviction, on a real mount'
 	@echo 'make test    the tests, real mounts included'
+	@echo 'make demo-vllm  a prompt through two vLLM servers, one after the other (3.5 GB to set up the first time)'
+	@echo 'make test-vllm  the tests with a real vLLM, in an environment of its own'
 	@echo 'make check   what CI checks: lint, types, layers, tests'
 	@echo 'make format  bring the sources into the form that `make check` asks for'
 	@echo 'make bench   what each path reaches, beside the limit of the hardware, some minutes'
@@ -24,6 +26,14 @@ demo:
 
 test: setup
 	$(PYTEST)
+
+demo-vllm:
+	@tools/bootstrap.sh demo
+	@$(PYTHON) -m kvfs.tools.demo_vllm
+
+test-vllm: setup
+	tools/bootstrap_vllm.sh
+	$(PYTEST) -m vllm tests/engines/vllm
 
 lint: setup
 	.venv/bin/ruff check .

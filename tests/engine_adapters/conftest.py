@@ -7,7 +7,7 @@ the mount. Each node runs in a thread of its own, with trio.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +51,10 @@ class Node:
     def call(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function in the node's thread."""
         return trio.from_thread.run_sync(function, *args, trio_token=self._token)
+
+    def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Call an async function in the node's thread."""
+        return trio.from_thread.run(function, *args, trio_token=self._token)
 
     def chunks(self) -> list[Chunk]:
         """All chunks, by position."""

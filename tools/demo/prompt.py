@@ -13,17 +13,17 @@ QUESTION = "In one short sentence: what does the KV cache of a language model ho
 _MARK = "<the text>"
 
 
-def build(tokenizer: Any) -> list[int]:
-    """Token ids of the prompt, `NUM_TOKENS` of them: the text cut to fit, the question, the beginning of an answer."""
+def build(tokenizer: Any, num_tokens: int = NUM_TOKENS) -> list[int]:
+    """Token ids of the prompt, `num_tokens` of them: the text cut to fit, the question, the beginning of an answer."""
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": f"{_MARK}\n\n{QUESTION}"}], tokenize=False, add_generation_prompt=True
     )
     before, _, after = chat.partition(_MARK)
     head, tail = _encode(tokenizer, before), _encode(tokenizer, after)
-    body = _encode(tokenizer, text())[: NUM_TOKENS - len(head) - len(tail)]
+    body = (2 * _encode(tokenizer, text()))[: num_tokens - len(head) - len(tail)]
     tokens = head + body + tail
-    if len(tokens) != NUM_TOKENS:
-        raise ValueError(f"the text of the demo makes a prompt of {len(tokens)} tokens, not {NUM_TOKENS}")
+    if len(tokens) != num_tokens:
+        raise ValueError(f"the text of the demo makes a prompt of {len(tokens)} tokens, not {num_tokens}")
     return tokens
 
 

@@ -1,0 +1,176 @@
+"""KV blocks in GPU memory: gathered and scattered through one staging slab, on a stream of our own.
+
+A layer of a whole load is one copy from pinned memory to the slab and one scatter; a layer of a store one gather and
+one copy back. Two slabs take turns, so that the host fills one while the other is on its way.
+
+The code is the same for tensors on the host (stream and events are absent then), which is how its gather and scatter are
+tested where there is no GPU; streams and pinned memory are tested where there is one (mark `gpu`).
+
+Concurrency: reading and writing may be done by two threads at the same time; each has its own slabs and stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvfs.engine_adapters.vllm_blocks import Piece
+
+_WIDTHS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+NUM_SLABS = 2
+
+
+class DeviceBlocks:
+    """The KV memory of a worker on a GPU; see `vllm_blocks.KvBlocks`."""
+
+    writes_at_once = False
+
+    def __init__(self, views: Sequence[torch.Tensor]) -> None:
+        """`views` are those of `block_view`."""
+        self._views = [_widened(view) for view in views]
+        self._device = views[0].device
+        self._loading = _Lane(self._device)
+        self._storing = _Lane(self._device)
+
+    @property
+    def num_layers(self) -> int:
+        """See KvBlocks."""
+        return len(self._views)
+
+    def block_bytes(self, layer: int) -> int:
+        """See KvBlocks."""
+        view = self._views[layer]
+        return math.prod(view.shape[1:]) * view.dtype.itemsize
+
+    def fence(self) -> Any:
+        """See KvBlocks."""
+        return _recorded(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
+
+    def after(self, fence: Any) -> None:
+        """See KvBlocks."""
+        if fence is not None:
+            for lane in (self._loading, self._storing):
+                lane.stream.wait_event(fence)
+
+    def write(self, layer: int, pieces: Sequence[Piece]) -> None:
+        """See KvBlocks. It is queued, not done, when this returns: see `written` and `flush`."""
+        view, lane = self._views[layer], self._loading
+        if not pieces:
+            return
+        size = sum(len(raw) for _, raw in pieces)
+        slab = lane.next_slab(size)
+        offset = 0
+        for _, raw in pieces:
+            slab.host_bytes[offset : offset + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
+            offset += len(raw)
+        with lane.current():
+            slab.device[:size].copy_(slab.host[:size], non_blocking=True)
+            blocks = slab.device[:size].view(view.dtype).view(-1, *view.shape[1:])
+            view.index_copy_(0, self._ids(pieces), blocks)
+            slab.used(lane.stream)
+
+    def read(self, layer: int, pieces: Sequence[Piece]) -> None:
+        """See KvBlocks."""
+        view, lane = self._views[layer], self._storing
+        if not pieces:
+            return
+        size = sum(len(raw) for _, raw in pieces)
+        slab = lane.next_slab(size)
+        with lane.current():
+            blocks = slab.device[:size].view(view.dtype).view(-1, *view.shape[1:])
+            torch.index_select(view, 0, self._ids(pieces), out=blocks)
+            slab.host[:size].copy_(slab.device[:size], non_blocking=True)
+            slab.used(lane.stream)
+        slab.wait()
+        offset = 0
+        for _, raw in pieces:
+            np.frombuffer(raw, dtype=np.uint8)[...] = slab.host_bytes[offset : offset + len(raw)]
+            offset += len(raw)
+
+    def written(self, layer: int) -> Any:
+        """See KvBlocks."""
+        return _recorded(self._loading.stream) if self._device.type == "cuda" else None
+
+    def wait(self, event: Any) -> None:
+        """See KvBlocks."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def flush(self) -> None:
+        """See KvBlocks."""
+        if self._loading.stream is not None:
+            self._loading.stream.synchronize()
+
+    def _ids(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        ids = torch.tensor([block_id for block_ids, _ in pieces for block_id in block_ids], dtype=torch.int64)
+        return ids if self._device.type == "cpu" else ids.pin_memory().to(self._device, non_blocking=True)
+
+
+class _Slab:
+    """Pinned host memory and as much on the device. Attributes: host, host_bytes (the same as numpy), device."""
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self.host_bytes = self.host.numpy()
+        self.device = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._event: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def used(self, stream: Any) -> None:
+        """What the stream has been told so far uses this slab."""
+        if self._event is not None:
+            self._event.record(stream)
+
+    def wait(self) -> None:
+        """Return when nothing uses this slab."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class _Lane:
+    """A stream with slabs that take turns. Attributes: stream: None where there is no GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stream: Any = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._slabs: list[_Slab] = []
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, work is queued on this stream."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def next_slab(self, size_bytes: int) -> _Slab:
+        """A slab of at least this size that nothing uses."""
+        if len(self._slabs) < NUM_SLABS:
+            slab = _Slab(size_bytes, self._device)
+        else:
+            slab = self._slabs.pop(0)
+            slab.wait()
+            if slab.host.numel() < size_bytes:
+                slab = _Slab(size_bytes, self._device)
+        self._slabs.append(slab)
+        return slab
+
+
+def _recorded(stream: Any) -> Any:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+def _widened(view: torch.Tensor) -> torch.Tensor:
+    """The same memory in the widest integers that fit: no float format is in the way, and copies move more at once."""
+    plain = view.view(torch.uint8)
+    for dtype in _WIDTHS:
+        width = dtype.itemsize
+        fits = plain.shape[-1] % width == 0 and plain.storage_offset() % width == 0
+        if fits and all(stride % width == 0 for stride in plain.stride()[:-1]):
+            return plain.view(dtype)
+    return plain

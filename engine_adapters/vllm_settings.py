@@ -1,0 +1,53 @@
+"""What a user may set in `kv_connector_extra_config`. Nothing here imports vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from kvfs.errors import UsageError
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=60)]
+
+
+class VllmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of a KvfsConnector.
+
+    Attributes:
+        mount: where kvfs is mounted.
+        tokens_per_chunk: tokens in a chunk; 0 is 256, or the next multiple of vLLM's block above it.
+        load_async: load between steps, while others compute; False loads inside the step, layer by layer.
+        floor_tokens: fewer tokens than this are computed, never loaded.
+        break_even: load only if that was measured to be cheaper than computing.
+        deadline_s: how long the scheduler waits for an answer of the cache; bytes get longer, by their size.
+        window_bytes: what a worker may have in flight to the cache.
+        model_id: names the model in the mount; by default what vLLM was told to load.
+        revision: names the weights; by default their commit, or a digest of the weight files.
+    """
+
+    mount: Annotated[str, msgspec.Meta(min_length=1)]
+    tokens_per_chunk: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
+    load_async: bool = True
+    floor_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
+    break_even: bool = True
+    deadline_s: Seconds = 1.0
+    window_bytes: Annotated[int, msgspec.Meta(ge=1 << 16)] = 256 << 20
+    model_id: str | None = None
+    revision: str | None = None
+
+    def chunk_tokens(self, block_size: int) -> int:
+        """Tokens in a chunk for vLLM blocks of `block_size`; raises UsageError if blocks do not fill chunks."""
+        tokens = self.tokens_per_chunk or max(1, 256 // block_size) * block_size
+        if tokens % block_size:
+            raise UsageError(f"tokens_per_chunk {tokens} is not a multiple of vLLM's block size {block_size}")
+        return tokens
+
+
+def settings_from(extra_config: Mapping[str, Any]) -> VllmSettings:
+    """The settings in a `kv_connector_extra_config`; raises UsageError, in one sentence, for what is wrong with it."""
+    try:
+        return msgspec.convert(dict(extra_config), VllmSettings)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"kv_connector_extra_config: {error}; it needs at least {{'mount': '/mnt/kvfs'}}") from error

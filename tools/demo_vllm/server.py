@@ -1,0 +1,140 @@
+"""A vLLM API server: started, waited for, asked and ended with the demo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from kvfs.errors import KvfsError
+from kvfs.tools.demo_vllm.runs import Run, Task
+
+START_PATIENCE_S = 600.0
+END_PATIENCE_S = 30.0
+ROOT = Path(__file__).resolve().parents[2]
+SERVED_NAME = "SmolLM2-135M-Instruct"
+
+
+class Server:
+    """A running server. Attributes: url; log: what it wrote."""
+
+    def __init__(self, python: str, model: Path, mount: Path | None, log: Path, flags: Sequence[str] = ()) -> None:
+        """With a `mount` it has the connector; `flags` are added to the command."""
+        self.log = log
+        self._python = python
+        self._model = model
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [
+            python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
+            "--port", str(port), "--served-model-name", SERVED_NAME, "--dtype", "float32", "--enforce-eager",
+            "--max-model-len", "4096", "--max-num-batched-tokens", "4096", "--block-size", "256",
+            "--enable-prompt-tokens-details", *flags,
+        ]  # fmt: skip
+        if mount is not None:
+            command += ["--kv-transfer-config", json.dumps(transfer_config(mount))]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(),
+                start_new_session=True,
+            )  # fmt: skip
+
+    def wait(self) -> None:
+        """Return when it answers; raises KvfsError with its last words if it ends before."""
+        deadline = time.monotonic() + START_PATIENCE_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                last = self.log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+                raise KvfsError(f"the vLLM server ended at start: {last[0]}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        raise KvfsError(f"the vLLM server did not answer within {START_PATIENCE_S:g} s")
+
+    def run(self, names: list[str], log: Path) -> Iterator[Run]:
+        """Do runs, one after the other. Raises KvfsError."""
+        task = Task(self.url, SERVED_NAME, str(self._model), names)
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                [self._python, "-m", "kvfs.tools.demo_vllm.asking", msgspec.json.encode(task).decode()],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment(),
+                start_new_session=True,
+            )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                yield msgspec.json.decode(line, type=Run)
+            code = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        if code:
+            last = log.read_text(errors="replace").strip().splitlines()[-1:] or [f"exit code {code}"]
+            raise KvfsError(f"asking the vLLM server failed: {last[0]}")
+
+    def metrics(self, beginning: str) -> list[str]:
+        """Lines of /metrics that begin so."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
+            lines = reply.read().decode().splitlines()
+        return [line for line in lines if line.startswith(beginning)]
+
+    def close(self) -> None:
+        """End it, with all its processes."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            try:
+                self._process.wait(END_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+
+@contextmanager
+def serve(python: str, model: Path, mount: Path | None, log: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
+    """A server that answers, and is ended afterwards."""
+    server = Server(python, model, mount, log, flags)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.close()
+
+
+def transfer_config(mount: Path) -> dict[str, object]:
+    """What a user gives to --kv-transfer-config."""
+    return {
+        "kv_connector": "KvfsConnector",
+        "kv_connector_module_path": "kvfs.engine_adapters.vllm_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"mount": str(mount)},
+    }
+
+
+def environment() -> dict[str, str]:
+    """That of vLLM's processes. On the CPU one core is left to the rest, and the cache takes 1 GiB."""
+    cores = sorted(os.sched_getaffinity(0))
+    ours = {
+        "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[:-1] or cores)),
+    }  # fmt: skip
+    return {**ours, **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}}
