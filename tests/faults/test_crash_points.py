@@ -470,7 +470,9 @@ async def play_and_crash(root: Path, verb: Verb, seed: int, num_random: int) -> 
     return len(recorded.entries), inspector.num_disks
 
 
-LOG = pytest.mark.expect_log("two chunks claim|was dropped|writing to NVMe|was cut from")
+LOG = pytest.mark.expect_log(
+    "two chunks claim|was dropped|writing to NVMe|was cut from|there is no index|cannot be true"
+)
 
 
 @LOG

@@ -338,7 +338,9 @@ def inputs_of(target: str) -> list[Path]:
     return sorted((CORPUS / target).iterdir())
 
 
-LOG = pytest.mark.expect_log("two chunks claim|was dropped|is not readable|cannot be trusted|a full chunk has")
+LOG = pytest.mark.expect_log(
+    "two chunks claim|was dropped|is not readable|cannot be trusted|a full chunk has|cannot be true|there is no index"
+)
 
 
 @LOG

@@ -163,7 +163,7 @@ def test_an_interrupt_leaves_whole_chunks(source: Mount, target: Mount, tmp_path
             archive.add(place / NAME / "namespace.json", f"{NAME}/namespace.json")
             for key in keys[:5]:  # an archive is read in records of 10 KiB
                 archive.add(chunks / f"{key}.safetensors", f"{NAME}/chunks/{key}.safetensors")
-            wait_for("it copies", lambda: (target.path / NAME).exists() and keys[0] in stored(target))
+            wait_for("it copies", lambda: (target.path / NAME / "chunks").exists() and keys[0] in stored(target))
             process.send_signal(signal.SIGINT)
             told = process.stdout.read() if process.stdout is not None else ""
     assert process.wait(DEADLINE_S) == 130
