@@ -142,7 +142,12 @@ class Operations(GuardedOperations):
         node = self.tree.lookup(self._node(parent_inode), name)
         if node is None:
             raise FUSEError(errno.ENOENT)  # without a negative timeout: engines make names appear
-        return self._entry(node)
+        entry = self._entry(node)
+        if isinstance(node, Chunk) and self.tree.staged.find(parent_inode, name) is node:
+            entry.entry_timeout = (
+                0  # a second name goes when it is renamed, and the kernel would take the new one for true
+            )
+        return entry
 
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
         return self._fill(EntryAttributes(), self._node(inode))

@@ -502,3 +502,15 @@ def test_staging_is_seen_by_name_only(engine: Any, mounted: Any) -> None:
     assert engine.file("a").stat().st_nlink == 1  # for a minute: cp -a would remove it otherwise
     assert not staging.exists()
     engine.load("a")
+
+
+def test_a_second_name_that_is_renamed_is_gone_at_once(engine: Any) -> None:
+    """Whoever looked at it before: the kernel does not show the new name where the tree has none."""
+    engine.store("ab")
+    alias = engine.prefixes / "CuAbCdEf"
+    os.link(engine.file("a"), alias)
+    assert alias.read_bytes() == engine.file("a").read_bytes()
+    alias.rename(engine.prefixes / engine.file("a").name)
+    assert not os.path.lexists(engine.prefixes / engine.file("a").name)
+    assert not os.path.lexists(alias)
+    assert engine.file("a").exists()

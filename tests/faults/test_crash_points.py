@@ -13,8 +13,9 @@ import itertools
 import os
 import random
 import sqlite3
+import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +27,14 @@ import trio.testing
 
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.chunk import geometry
+from kvfs.errors import CorruptChunk
 from kvfs.index import FILE_NAME as INDEX
 from kvfs.keys import Key, KeyChain
 from kvfs.messages import StoreStatus, Tier
 from kvfs.namespace import Namespace
 from kvfs.opening import open_store
-from kvfs.recording import Disk, Files, Point, RecordingSystem, points
+from kvfs.pins import FOREVER
+from kvfs.recording import Disk, Files, Point, RecordingSystem, disk_in, points
 from kvfs.store import Store
 from kvfs.testing import (
     FaultySystem,
@@ -47,6 +50,8 @@ from kvfs.testing import (
 )
 from kvfs.volume import FILE_NAME as VOLUME
 
+from .volumes import chunk_file, rebuilt
+
 MIB = 1 << 20
 NS = sized_namespace(196 << 10)  # five of them fill the smallest volume
 OTHER = sized_namespace(48 << 10, "tests/other")
@@ -54,24 +59,38 @@ A_SEED = 20_251
 
 
 class Observed(NamedTuple):
-    """What the store had said by then: what is clean, what a removal that returned took, what anybody tried to store."""
+    """What the store had said by then.
+
+    Attributes: clean: what is; gone: what a removal that returned took; tried: what anybody tried to store; pinned,
+    unpinned: what a call that returned pinned, or let go, and no other call is changing; quotas: what the quota may be;
+    spaces_gone: namespaces that were removed.
+    """
 
     clean: frozenset[Key] = frozenset()
     gone: frozenset[Key] = frozenset()
     tried: frozenset[Key] = frozenset()
+    pinned: frozenset[Key] = frozenset()
+    unpinned: frozenset[Key] = frozenset()
+    quotas: frozenset[int | None] = frozenset({None})
+    spaces_gone: frozenset[str] = frozenset()
 
 
 @dataclass
 class World:
     """A store that is played with, and what has to be true of it.
 
-    Attributes: gone, tried: see `Observed`; places: of every key that is tried its chain and position.
+    Attributes: gone, pinned, unpinned, quotas, spaces_gone: see `Observed`; places: of every key that is tried its chain
+    and position.
     """
 
     directory: Path
     system: FaultySystem
     clean_before: frozenset[Key] = frozenset()
     gone: set[Key] = field(default_factory=set)
+    pinned: set[Key] = field(default_factory=set)
+    unpinned: set[Key] = field(default_factory=set)
+    quotas: set[int | None] = field(default_factory=lambda: {None})
+    spaces_gone: set[str] = field(default_factory=set)
     places: dict[Key, tuple[KeyChain, int, Namespace]] = field(default_factory=dict)
     store: Store | None = None
     table: ChunkTable | None = None
@@ -83,7 +102,10 @@ class World:
             tables = list(self.store.catalog.tables.values())
             chunks = [chunk for table in tables for chunk in list(table.chunks.values())]
             clean = frozenset(chunk.key for chunk in chunks if chunk.nvme != NOWHERE and not chunk.is_removed)
-        return Observed(clean, frozenset(self.gone), frozenset(self.places))
+        return Observed(
+            clean, frozenset(self.gone), frozenset(self.places), frozenset(self.pinned), frozenset(self.unpinned),
+            frozenset(self.quotas), frozenset(self.spaces_gone),
+        )  # fmt: skip
 
     def know(self, chain: KeyChain, namespace: Namespace = NS) -> KeyChain:
         """Something will be stored of this chain: it may be found from now on."""
@@ -105,9 +127,56 @@ class World:
             statuses.append(status)
         return statuses
 
+    async def pin(self, chain: KeyChain, *positions: int, until_ns: int | None = FOREVER) -> None:
+        """Pin chunks, or (None) end their pins."""
+        assert self.store is not None
+        keys = {chain.keys[position] for position in positions}
+        self.pinned -= keys
+        self.unpinned -= keys
+        chunks = [self.chunks[key] for key in keys]
+        if until_ns is None:
+            await self.store.limits.unpin(chunks)
+            self.unpinned |= keys
+        else:
+            await self.store.limits.pin(chunks, until_ns)
+            self.pinned |= keys
+
+    async def limit(self, quota_bytes: int | None) -> None:
+        """Set the quota of the first namespace."""
+        assert self.store is not None
+        assert self.table is not None
+        self.quotas.add(quota_bytes)
+        await self.store.limits.set_quota(self.table, quota_bytes)
+        self.quotas = {quota_bytes}
+
+    async def admit(self, chain: KeyChain, position: int, *, is_whole: bool = True) -> None:
+        """Copy a chunk in, in two pieces; its last byte but the padding may be wrong."""
+        assert self.store is not None
+        assert self.table is not None
+        self.know(chain)
+        raw = bytearray(chunk_file(NS, chain, position, 7))
+        raw[-5000] ^= not is_whole
+        staging = self.store.staging
+        staged = staging.create(self.store.catalog.next_inode(), len(raw), len(raw))
+        await staging.write(staged, 0, raw[:70_000])
+        await staging.write(staged, 70_000, raw[70_000:])
+        if is_whole:
+            await self.store.admit(staged, self.table, chain.keys[position])
+        else:
+            with pytest.raises(CorruptChunk):
+                await self.store.admit(staged, self.table, chain.keys[position])
+            staging.drop(staged)
+
+    async def remove_namespace(self, namespace: Namespace) -> None:
+        assert self.store is not None
+        self.store.remove_namespace(self.store.catalog.tables[namespace.directory])
+        await self.store.settle()
+        self.spaces_gone.add(namespace.directory)
+
     async def remove(self, chain: KeyChain, *positions: int) -> None:
         assert self.store is not None
         keys = [chain.keys[position] for position in positions]
+        self.pinned.difference_update(keys)
         await self.store.remove([self.chunks[key] for key in keys])
         self.gone.update(keys)
 
@@ -273,6 +342,80 @@ async def failing(world: World) -> None:
     await world.stored(SECOND)
 
 
+async def pinning(world: World) -> None:
+    """Clean chunks, dirty ones and again; unpinning; and what is pinned is in the way of what is stored."""
+    await world.pin(FIRST, 1)
+    await world.stored(SECOND, 0)
+    await world.pin(SECOND, 0)
+    await world.flush()
+    await world.pin(FIRST, 1, until_ns=None)
+    await world.pin(FIRST, 0)
+    for seed in (3, 4):
+        await world.stored(chain_of(NS, 2, seed))
+        await world.flush()
+    assert FIRST.keys[0] in world.chunks
+    await world.pin(FIRST, 0, until_ns=None)
+    await world.remove(SECOND, 0)
+
+
+async def limiting(world: World) -> None:
+    """A quota, another and none, while chunks come."""
+    for number, quota_bytes in enumerate((1 << 30, 1 << 31, None)):
+        await world.limit(quota_bytes)
+        await world.stored(chain_of(NS, 1, 10 + number))
+    await world.flush()
+    await world.limit(1 << 32)
+
+
+async def removing_namespaces(world: World) -> None:
+    """One that is emptied, one that never held anything, and the first again, with others in its place."""
+    assert world.store is not None
+    other, empty = sized_namespace(48 << 10, "tests/other"), sized_namespace(48 << 10, "tests/empty")
+    table = world.store.attach(other)
+    world.store.attach(empty)
+    chain = chain_of(other, 2)
+    await world.stored(chain, table=table)
+    await world.flush()
+    await world.remove_namespace(empty)
+    await world.store.remove(list(table.chunks.values()))
+    world.gone.update(chain.keys)
+    await world.remove_namespace(other)
+    world.spaces_gone.remove(other.directory)
+    table = world.store.attach(other)
+    await world.stored(chain, table=table)
+    await world.flush()
+    await world.store.remove(list(table.chunks.values()))
+    world.gone.update(chain.keys)
+    await world.remove_namespace(other)
+    await world.stored(SECOND)
+    await world.flush()
+
+
+async def admitting(world: World) -> None:
+    """Copied in leaf first, one of them wrong, one there already, until they are clean; and removed again."""
+    chain = chain_of(NS, 3, 3)
+    await world.admit(chain, 2)
+    await world.admit(chain, 1, is_whole=False)
+    await world.flush()
+    await world.admit(chain, 1)
+    await world.admit(FIRST, 0)
+    await world.admit(chain, 0)
+    await world.flush()
+    await world.remove(chain, 1)
+    await world.admit(SECOND, 0)
+
+
+async def erasing(world: World) -> None:
+    """What is removed is found by no scan: while others are stored, and where it was."""
+    await world.remove(FIRST, 1)
+    await world.stored(chain_of(NS, 1, 3))
+    await world.remove(FIRST, 0, 2)
+    await world.flush()
+    await world.stored(SECOND)
+    await world.flush()
+    await world.remove(SECOND, 0, 1, 2)
+
+
 def a_damaged_chunk(directory: Path) -> frozenset[Key]:
     """One byte in the middle of the second chunk is flipped."""
     with index_of(directory) as rows:
@@ -298,7 +441,7 @@ class Verb:
     """What is played, on what.
 
     Attributes: before: what the store held already; damage: done to the disk then, says which chunks it cost;
-    nvme_before, nvme: sizes of the volume.
+    nvme_before, nvme: sizes of the volume; loses_index: the index is lost with the power, and made anew by a scan.
     """
 
     play: Callable[[World], Awaitable[None]]
@@ -306,6 +449,7 @@ class Verb:
     damage: Callable[[Path], frozenset[Key]] | None = None
     nvme_before: int = MIB
     nvme: int = MIB
+    loses_index: bool = False
 
 
 VERBS = {
@@ -322,6 +466,11 @@ VERBS = {
     "promote": Verb(promoting),
     "verify": Verb(verifying, damage=a_damaged_chunk),
     "recover": Verb(storing, damage=a_damaged_index),
+    "pin": Verb(pinning),
+    "quota": Verb(limiting, nvme_before=2 * MIB, nvme=2 * MIB),
+    "namespace": Verb(removing_namespaces, nvme_before=2 * MIB, nvme=2 * MIB),
+    "admit": Verb(admitting, nvme_before=2 * MIB, nvme=2 * MIB),
+    "erase": Verb(erasing, nvme_before=2 * MIB, nvme=2 * MIB, loses_index=True),
     "failing-device": Verb(failing, nvme_before=2 * MIB, nvme=2 * MIB),
 }
 
@@ -349,6 +498,7 @@ class Inspector:
     world: World
     settings: dict[str, int]
     damaged: frozenset[Key]
+    loses_index: bool = False
     num_disks: int = 0
     seen: set[bytes] = field(default_factory=set)
     rows_of: dict[bytes, list[tuple[int, bytes, int, int]]] = field(default_factory=dict)
@@ -376,20 +526,36 @@ class Inspector:
 
     async def inspect(self, disk: Disk, before: Observed, behind: Observed) -> None:
         """Whatever is found on the disk has to be true of one that was observed so, and the store has to go on."""
-        name = digest(disk.files, disk.volume, repr((sorted(before.clean), sorted(behind.clean))).encode())
+        name = digest(
+            disk.files,
+            disk.volume,
+            repr([[sorted(map(repr, part)) for part in one] for one in (before, behind)]).encode(),
+        )
         if name in self.seen:
             return
         self.seen.add(name)
         self.num_disks += 1
         directory = self.root / "disk"
         disk.put(directory / "nvme")
+        if self.loses_index and disk.volume is not None:
+            for path in directory.glob(f"nvme/{INDEX}*"):
+                path.unlink()
+            rebuilt(directory)
         async with open_store(settings_in(directory, **self.settings)) as store:
+            assert not (before.spaces_gone | behind.spaces_gone).intersection(store.catalog.tables), (
+                "a namespace is back"
+            )
             table = store.attach(NS)
             chunks = {chunk.key: chunk for chunk in store.catalog.chunks()}
             expected = (before.clean | behind.clean) - self.damaged
             assert expected <= set(chunks), f"{len(expected - set(chunks))} clean chunks are gone"
             assert not (before.gone | behind.gone).intersection(chunks), "a removed chunk is back"
             assert set(chunks) <= before.tried | behind.tried | self.world.clean_before, "a name out of nowhere"
+            pinned = {key for key, chunk in chunks.items() if store.limits.end_of_pin(chunk) is not None}
+            expected = (before.pinned | behind.pinned) & set(chunks)
+            assert expected <= pinned or self.loses_index, f"{len(expected - pinned)} pins are gone"
+            assert not pinned & (before.unpinned | behind.unpinned), "a pin that had been ended is back"
+            assert table.quota_bytes in before.quotas & behind.quotas or not chunks, "another quota"
             self._check_extents(store)
             for key, chunk in chunks.items():
                 if key not in self.damaged:
@@ -458,7 +624,7 @@ async def play_and_crash(root: Path, verb: Verb, seed: int, num_random: int) -> 
     with system.recording() as recorded:
         await live(system, verb.nvme, verb.play)
     rng = random.Random(seed)
-    inspector = Inspector(root, world, {"ram": 2 * MIB, "nvme": verb.nvme}, damaged)
+    inspector = Inspector(root, world, {"ram": 2 * MIB, "nvme": verb.nvme}, damaged, verb.loses_index)
     for point in points(recorded):
         inspector.no_row_names_what_is_written(point)
         for how, disk in point.images(rng, num_torn=num_random, num_random=num_random):
@@ -491,6 +657,64 @@ async def test_the_power_goes_at_every_step_in_many_ways(tmp_path: Path, verb: s
     seed = int(os.environ.get("KVFS_SEED", random.SystemRandom().randrange(100_000)))
     num_steps, num_disks = await play_and_crash(tmp_path, VERBS[verb], seed, int(os.environ.get("KVFS_TORN", "4")))
     print(f"KVFS_SEED={seed} {verb}: {num_steps} steps, {num_disks} disks")
+
+
+async def test_killed_at_any_step_of_a_rebuild(tmp_path: Path) -> None:
+    """Of the index, old or new, one is there and complete, whichever file had been made, renamed or removed by then."""
+    async with open_store(settings_in(tmp_path, nvme=2 * MIB)) as store:
+        table = store.attach(NS)
+        await store_chain(store, table, FIRST)
+        await store_chain(store, store.attach(OTHER), chain_of(OTHER, 2))
+        await store.flush()
+        await store.limits.pin(list(table.chunks.values())[:1], FOREVER)
+    disks: dict[bytes, tuple[str, Disk]] = {}
+    with watched(tmp_path / "nvme", lambda step, disk: disks.setdefault(digest(disk.files, disk.volume), (step, disk))):
+        rebuilt(tmp_path)
+    assert len(disks) > 5
+    for number, (step, disk) in enumerate(disks.values()):
+        directory = tmp_path / f"disk-{number}"
+        for repairs in (False, True):
+            disk.put(directory / "nvme")
+            if repairs:
+                rebuilt(directory)
+            async with open_store(settings_in(directory, nvme=2 * MIB)) as store:
+                chunks = store.attach(NS).chunks
+                assert set(chunks) == set(FIRST.keys), step
+                assert set(store.attach(OTHER).chunks) == set(chain_of(OTHER, 2).keys), step
+                assert store.limits.end_of_pin(chunks[FIRST.keys[0]]) == FOREVER, step
+                for chunk in store.catalog.chunks():
+                    await store.examine(chunk)
+                assert store.counters.corrupt == 0
+
+
+_watching: list[tuple[Path, Callable[[str, Disk], object]]] = []
+
+
+def _watch(event: str, arguments: tuple[object, ...]) -> None:
+    """Called before each thing that is done to a file."""
+    if _watching and event in ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "sqlite3.connect"):
+        (directory, seen), _watching[:] = _watching[0], []
+        if str(directory) in str(arguments[0]):
+            seen(f"{event} {arguments[0]}", disk_in(directory))
+        _watching.append((directory, seen))
+
+
+@contextlib.contextmanager
+def watched(directory: Path, seen: Callable[[str, Disk], object]) -> Iterator[None]:
+    """Hand over what a directory holds before each file in it is opened, made, renamed or removed, and at the end."""
+    if not _is_watched:
+        sys.addaudithook(_watch)
+        _is_watched.append(True)
+    _watching.append((directory, seen))
+    try:
+        yield
+    finally:
+        _watching.clear()
+    seen("the end", disk_in(directory))
+
+
+_is_watched: list[bool] = []
+"""A hook of the interpreter cannot be removed again."""
 
 
 async def test_a_commit_of_the_index_is_durable_when_it_returns(tmp_path: Path) -> None:
