@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from pathlib import Path
 
 import numpy as np
 
 from kvfs.engine_adapters.populating import PIECE_BYTES, Populating
 
 
-def resident_pages(address: int) -> int:
-    """Anonymous kilobytes of the mapping at this address, in pages."""
-    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    for line in lines:
-        if line.startswith(f"{address:x}-"):
-            break
-    return next(int(line.split()[1]) for line in lines if line.startswith("Rss:")) * 1024 // mmap.PAGESIZE
+def resident_pages(address: int, size: int) -> int:
+    """How many of these pages are in memory, mincore(2)."""
+    pages = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0, ctypes.get_errno()
+    return sum(page & 1 for page in pages)
 
 
 def test_pages_are_there_and_hold_what_they_held() -> None:
@@ -29,7 +28,7 @@ def test_pages_are_there_and_hold_what_they_held() -> None:
     populating = Populating([(address, size)])
     populating.start()
     populating.wait()
-    assert resident_pages(address) == size // mmap.PAGESIZE
+    assert resident_pages(address, size) == size // mmap.PAGESIZE
     assert memory[PIECE_BYTES - 1] == 7
     assert not memory[:100].any()
     populating.close()
