@@ -18,6 +18,7 @@ from kvfs.errors import FormatError, UsageError
 
 FORMAT = "kvfs-namespace/1"
 MAX_LAYERS = 1024
+MAX_TENSORS = 8192  # each is described in the header of every chunk
 MAX_NAMESPACE_JSON_BYTES = 256 * 1024
 
 DTYPE_BYTES = {
@@ -152,6 +153,8 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             raise UsageError(f"rank {self.rank} is not one of {self.num_ranks} ranks")
         if self.num_layers > MAX_LAYERS:
             raise UsageError(f"{self.num_layers} layers are more than {MAX_LAYERS}")
+        if (num_tensors := sum(run.count * len(run.tensors) for run in self.layers)) > MAX_TENSORS:
+            raise UsageError(f"{num_tensors} tensors in a chunk are more than {MAX_TENSORS}")
         for run in self.layers:
             names = [tensor.name for tensor in run.tensors]
             if len(set(names)) != len(names):

@@ -99,6 +99,14 @@ class PrefixDirectory(Generic[M]):
         return self.key.hex()
 
     @property
+    def depth(self) -> int:
+        """How many directories are above it."""
+        above, depth = self.parent, 0
+        while above is not None:
+            above, depth = above.parent, depth + 1
+        return depth
+
+    @property
     def is_empty(self) -> bool:
         """Whether it holds neither chunks nor directories."""
         return not self.num_chunks and not self.subdirectories

@@ -25,6 +25,7 @@ from kvfs.tiers.ram import RamTier
 MAX_FILES = 1024
 MAX_FILE_BYTES = MAX_CHUNK_BYTES + MAX_HEADER_BYTES
 _MAX_SHARE = 2  # of the arena: a half
+_PIECE_BYTES = 1 << 20
 _MAX_WAITING = 16  # writers of one file
 _MAX_POSITION, MAX_TIME_NS = 1 << 32, 1 << 63  # what the index can hold
 
@@ -89,7 +90,7 @@ class Staging:
             await self._grow(staged, end)
             view = self._ram.view(staged.offset, staged.capacity)
             if offset > staged.size:
-                view[staged.size : offset] = bytes(offset - staged.size)
+                await _beside(_zero, view[staged.size : offset])
             view[offset:end] = piece
             staged.size = max(staged.size, end)
             staged.written_s = self._now_s()
@@ -99,7 +100,7 @@ class Staging:
         async with self.holding(staged):
             if size > staged.size:
                 await self._grow(staged, size)
-                self._ram.view(staged.offset, staged.capacity)[staged.size : size] = bytes(size - staged.size)
+                await _beside(_zero, self._ram.view(staged.offset, staged.capacity)[staged.size : size])
             staged.size = size
             staged.written_s = self._now_s()
 
@@ -108,8 +109,8 @@ class Staging:
         return bytes(self.view(staged)[offset : offset + size])
 
     def view(self, staged: Staged) -> memoryview:
-        """The whole content; for a thread, hold the file meanwhile."""
-        return self._ram.view(max(staged.offset, 0), staged.size)
+        """The whole content, nothing of a file that is over; for a thread, hold the file meanwhile."""
+        return memoryview(b"") if staged.offset == NOWHERE else self._ram.view(staged.offset, staged.size)
 
     def drop(self, staged: Staged) -> None:
         """A file that nobody wants any more. Its room is given back, at the latest when nobody holds it."""
@@ -122,7 +123,11 @@ class Staging:
     def fit(self, staged: Staged) -> None:
         """Give back what the extent of a file that waits has beyond its size."""
         length = align(staged.size)
-        if not staged.lock.locked() and 0 < length < staged.capacity:
+        if staged.lock.locked() or length >= staged.capacity:
+            return
+        if not length:
+            self._free(staged)
+        else:
             self._ram.extents.free(staged.offset + length, staged.capacity - length)
             self.size_bytes -= staged.capacity - length
             staged.capacity = length
@@ -171,8 +176,11 @@ class Staging:
         if offset is None:
             self.size_bytes -= wanted
             raise CapacityError("there is no room in RAM for what is being copied in")
-        self._ram.view(offset, staged.size)[:] = self.view(staged)
+        target, source = self._ram.view(offset, staged.size), self.view(staged)
+        await _beside(_copy, target, source)
+        size = staged.size
         self._free(staged)
+        staged.size = size
         staged.offset, staged.capacity = offset, wanted
         if staged.is_over:
             raise UsageError("this file was dropped meanwhile")
@@ -181,7 +189,27 @@ class Staging:
         if staged.capacity:
             self._ram.extents.free(staged.offset, staged.capacity)
             self.size_bytes -= staged.capacity
-            staged.offset, staged.capacity = NOWHERE, 0
+        staged.offset, staged.capacity, staged.size = NOWHERE, 0, 0
+
+
+async def _beside(work: Callable[..., None], target: memoryview, *sources: memoryview) -> None:
+    """Fill memory whose file is held; in a thread if that takes long, so that others are answered meanwhile."""
+    if len(target) <= _PIECE_BYTES:
+        work(target, *sources)
+    else:
+        await trio.to_thread.run_sync(work, target, *sources)
+
+
+def _zero(target: memoryview) -> None:
+    zeros = bytes(min(_PIECE_BYTES, len(target)))
+    for begin in range(0, len(target), _PIECE_BYTES):
+        piece = target[begin : begin + _PIECE_BYTES]
+        piece[:] = zeros[: len(piece)]
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    for begin in range(0, len(target), _PIECE_BYTES):  # each holds the interpreter for a tenth of a millisecond
+        target[begin : begin + _PIECE_BYTES] = source[begin : begin + _PIECE_BYTES]
 
 
 def prove(namespace: Namespace, key: Key, raw: memoryview) -> tuple[Geometry, Facts]:

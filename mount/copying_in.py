@@ -41,6 +41,7 @@ from kvfs.prefixes import PrefixDirectory
 from kvfs.staging import MAX_FILE_BYTES, MAX_TIME_NS
 from kvfs.store import Store
 
+MAX_DEPTH = 128  # of prefix directories that people make; trees of engines are as deep as their prompts branch
 MAX_AGE_S = 600.0  # of a staged file that nobody writes to, of a draft, of a second name
 _FIRST_BYTES = 64 << 10  # of a file of which nobody knows how large it will be
 _RENAME_NOREPLACE = 1  # rename(2)
@@ -125,9 +126,11 @@ class CopyingIn:
 
         An empty one need not: the shell closes a duplicate before the program has written anything.
         """
-        if file.is_hidden or file.is_settled or not file.staged.size or file.staged.is_over:
+        if not _has_to_prove(file):
             return
         async with file.lock:
+            if not _has_to_prove(file):  # it was renamed meanwhile
+                return
             is_waiting = not await self._proof.settle(file, self._resolved(file.home))
             if is_waiting and not self._names.places(file):
                 self._names.files[file.parent_inode, file.name] = file
@@ -242,6 +245,8 @@ class CopyingIn:
             self._names.make_directory(parent.inode, made)
             return made
         assert isinstance(home, ChunkTable)
+        if isinstance(parent, PrefixDirectory) and parent.depth >= MAX_DEPTH:
+            raise Refused(errno.ENAMETOOLONG)
         above = parent if isinstance(parent, PrefixDirectory) else None
         if above is not None and not above.is_attached:  # it was joined to another while somebody copies into it
             first = home.chunks.get(above.key)
@@ -288,6 +293,20 @@ class CopyingIn:
             node.modified_ns = modified_ns
         elif isinstance(node, Fixed) and node.role is Role.NAMESPACE_JSON and node.table is not None:
             node.table.created_ns = modified_ns
+
+    def became(self, file: StagedFile) -> Chunk | None:
+        """The chunk that a staged file has become, or was dropped for; None if there is none (any more)."""
+        home = self._resolved(file.home)
+        return home.chunks.get(file.key) if isinstance(home, ChunkTable) and file.key is not None else None
+
+    def directory_removed(self, node: Node) -> None:
+        """A directory went: what is staged in it under names that nobody lists goes too."""
+        table = node.table if isinstance(node, Fixed) and node.role is Role.NAMESPACE else None
+        for file in list(dict.fromkeys(self._names.files.values())):
+            if file.home is table or any(inode == node.inode for inode, _ in self._names.places(file)):
+                self._names.forget(file)
+                if not file.num_open:
+                    self._store.staging.drop(file.staged)
 
     # ageing
 
@@ -387,6 +406,11 @@ class CopyingIn:
             raise CapacityError("too many namespaces have no namespace.json yet")
         draft = self._names.drafts[text] = Draft(text, self._store.system.time_ns(), self._now_s())
         return self._tree.nodes(draft).directory
+
+
+def _has_to_prove(file: StagedFile) -> bool:
+    """Whether a file is to be what its name says, now that it is closed."""
+    return not (file.is_hidden or file.is_settled or file.staged.is_over) and bool(file.staged.size)
 
 
 def _key(name: bytes) -> Key | None:

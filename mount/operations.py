@@ -233,7 +233,11 @@ class Operations(GuardedOperations):
         assert isinstance(file, OpenFile)
         chunk = file.chunk
         if file.staged is not None:
-            return self._store.staging.read(file.staged.staged, off, size)
+            if not file.staged.staged.is_over:
+                return self._store.staging.read(file.staged.staged, off, size)
+            chunk = self.copying.became(file.staged)
+            if chunk is None:
+                raise FUSEError(errno.ESTALE)
         if chunk is None:
             return self.control.read_events(off, size) if file.content is None else file.content[off : off + size]
         size = min(size, chunk.length - off)
@@ -259,7 +263,7 @@ class Operations(GuardedOperations):
 
     async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
         parent = self._node(parent_inode)
-        if self.copying.unlink(parent, name):
+        if self.copying.unlink(parent, name) and not isinstance(self.tree.lookup(parent, name), Chunk):
             return
         chunk = self.tree.chunk_to_unlink(parent, name)
         if chunk is None:
@@ -274,10 +278,18 @@ class Operations(GuardedOperations):
         parent = self._node(parent_inode)
         if self.copying.remove_directory(parent, name):
             return
+        node = self.tree.lookup(parent, name)
         table = self.tree.remove_directory(parent, name)
+        if node is not None:
+            self.copying.directory_removed(node)
         if table is not None:
             self._store.remove_namespace(table)  # before anybody can attach to it
             await self._tier.run(None, self._store.settle)
+
+    async def expire(self) -> None:
+        """Let go of what nobody relies on any more; to be called now and then. A defect here must not end the mount."""
+        self.inodes.expire(trio.current_time())
+        await self.copying.expire()
 
     def changed(self, kind: Change, chunk: Chunk, directory: PrefixDirectory[Chunk] | None) -> None:
         """A chunk was removed, or moved out of `directory`: the kernel must not go on serving its old names."""

@@ -109,7 +109,8 @@ class Proof:
         for _, file in sorted(waiting, key=lambda pair: pair[0]):
             async with file.lock:
                 try:
-                    if not file.is_settled:
+                    # A rename that was refused meanwhile has taken its name back.
+                    if not (file.is_settled or file.is_hidden or file.key is None):
                         await self._settle_chunk(file, table)
                 except KvfsError as error:
                     self.tell_refused(file, error)

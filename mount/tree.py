@@ -170,7 +170,7 @@ class Tree:
         if not is_directory(parent):
             raise Refused(errno.ENOTDIR)
         if (staged := self.staged.find(parent.inode, name)) is not None:
-            return staged
+            return self._stored(parent, name) or staged  # what is proven comes before what is not yet
         if isinstance(parent, PrefixDirectory):
             return self._in_prefix(parent, name)
         if isinstance(parent, DraftDirectory):
@@ -315,6 +315,16 @@ class Tree:
     def inode_of(self, table: ChunkTable, directory: PrefixDirectory[Chunk] | None) -> int:
         """The inode of a prefix directory; None: of the one that holds those at the top."""
         return self.nodes(table).prefixes.inode if directory is None else directory.inode
+
+    def _stored(self, parent: Node, name: bytes) -> Chunk | None:
+        """The chunk that is stored under this name."""
+        if isinstance(parent, PrefixDirectory):
+            node = self._in_prefix(parent, name)
+            return node if isinstance(node, Chunk) else None
+        table = parent.draft.table if isinstance(parent, DraftDirectory) else None
+        if isinstance(parent, Fixed) and parent.role is Role.CHUNKS:
+            table = parent.table
+        return None if table is None else _chunk(table, name)
 
     def _in_prefix(self, parent: PrefixDirectory[Chunk], name: bytes) -> Node | None:
         text = _text(name)

@@ -514,3 +514,67 @@ def test_a_second_name_that_is_renamed_is_gone_at_once(engine: Any) -> None:
     assert not os.path.lexists(engine.prefixes / engine.file("a").name)
     assert not os.path.lexists(alias)
     assert engine.file("a").exists()
+
+
+def test_a_descriptor_of_what_was_renamed_reads_the_chunk(target: Any, engines: Any) -> None:
+    """Its own bytes, and never those of whatever lies where its room was."""
+    engine = engines(target.path)
+    engine.store("abc")
+    chunk = engine.file("ab")
+    good = chunk.read_bytes()
+    staged = engine.chunks / ".x"
+    descriptor = os.open(staged, os.O_RDWR | os.O_CREAT)
+    try:
+        os.pwrite(descriptor, good, 0)
+        os.rename(staged, chunk)
+        assert os.pread(descriptor, len(good), 0) == good
+        chunk.unlink()
+        with pytest.raises(OSError, match="Stale"):
+            os.pread(descriptor, len(good), 0)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_stored_chunk_comes_before_a_file_that_waits(target: Any, engines: Any) -> None:
+    """What waits in a draft is unproven; an engine that stores the same chunk meanwhile is believed."""
+    engine = engines(target.path)
+    os.mkdir(engine.directory)
+    if not engine.chunks.exists():
+        os.mkdir(engine.chunks)
+    engine.file("ab").write_bytes(b"GARBAGE" * 100)
+    engine.store("ab")
+    assert engine.file("ab").read_bytes()[8:].startswith(b'{"__metadata__"')
+    engine.file("ab").unlink()
+    assert not engine.file("ab").exists()
+
+
+def test_a_refused_rename_while_an_engine_makes_the_namespace(target: Any, engines: Any) -> None:
+    """Whoever makes a draft a namespace looks at names that a rename has just taken back."""
+    engine = engines(target.path)
+    os.mkdir(engine.directory)
+    if not engine.chunks.exists():
+        os.mkdir(engine.chunks)
+    staged = engine.chunks / ".h"
+    staged.write_bytes(b"x" * 8192)
+    engine.store("a")
+    for _ in range(50):
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.rename(staged, engine.file("ab"))
+    assert status(target.path)["counters"]["mount_errors"] == 0
+
+
+def test_large_gaps_hold_up_nobody_else_and_leave_nothing(target: Any, engines: Any) -> None:
+    """Room that was made for a file goes when it is cut and closed, or with its directory."""
+    engine = engines(target.path)
+    engine.store("a")
+    hidden = engine.chunks / ".big"
+    descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(descriptor, 5000)
+    os.ftruncate(descriptor, 0)
+    os.close(descriptor)
+    assert status(target.path)["staging_bytes"] == 0
+    hidden.write_bytes(b"x" * 5000)
+    engine.client.close()
+    succeeds("rm", "-rf", engine.directory)
+    assert not engine.directory.exists()
+    assert (status(target.path)["num_staging"], status(target.path)["staging_bytes"]) == (0, 0)
