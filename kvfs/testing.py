@@ -31,6 +31,7 @@ import msgspec
 import trio
 
 from kvfs import keys
+from kvfs import namespace as namespaces
 from kvfs.catalog import Chunk, ChunkTable
 from kvfs.chunk import Geometry, checksum
 from kvfs.config import Settings
@@ -291,9 +292,12 @@ def socket_path(directory: Path) -> str:
 _DAEMON = """
 import json, logging, os, signal, sys
 import msgspec, trio
+from kvfs import namespace
 from kvfs.config import Settings
+from kvfs.errors import CapacityError, KvfsError, UsageError
 from kvfs.mount.session import serve_sessions
 from kvfs.opening import open_store
+from kvfs.pins import FOREVER
 
 async def talk(nursery, store, sessions):
     say = lambda value: print(json.dumps(value), flush=True)
@@ -310,6 +314,40 @@ async def talk(nursery, store, sessions):
             doomed = [chunk for chunk in store.catalog.chunks() if chunk.key in keys]
             await store.remove(doomed)
             say(len(doomed))
+        elif line.startswith(("pin ", "unpin ")):
+            keys = {bytes.fromhex(key) for key in line.split()[1:]}
+            chunks = [chunk for chunk in store.catalog.chunks() if chunk.key in keys]
+            try:
+                await (store.limits.pin(chunks, FOREVER) if line.startswith("pin ") else store.limits.unpin(chunks))
+                say([chunk.key.hex() for chunk in chunks if not chunk.is_removed])
+            except CapacityError:
+                say([])
+        elif line.strip() == "pinned":
+            say([chunk.key.hex() for chunk in store.catalog.chunks() if store.limits.end_of_pin(chunk) is not None])
+        elif line.startswith("admit "):
+            directory, key, path = line[6:].strip().split(" ", 2)
+            with open(path, "rb") as file:
+                raw = file.read()
+            staged = store.staging.create(store.catalog.next_inode(), len(raw), len(raw))
+            try:
+                await store.staging.write(staged, 0, raw)
+                if directory not in store.catalog.tables:
+                    raise UsageError("there is no such namespace")
+                await store.admit(staged, store.catalog.tables[directory], bytes.fromhex(key))
+                say("admitted")
+            except KvfsError as error:
+                store.staging.drop(staged)
+                say(type(error).__name__)
+        elif line.startswith("attach "):
+            store.attach(namespace.decode(line[7:].encode()))
+            await store.settle()
+            say(True)
+        elif line.startswith("forget "):
+            store.remove_namespace(store.catalog.tables[line.split()[1]])
+            await store.settle()
+            say(True)
+        elif line.strip() == "namespaces":
+            say(list(store.catalog.tables))
         else:
             say({**msgspec.to_builtins(store.statistics()), "num_sessions": sessions.num_open})
     nursery.cancel_scope.cancel()
@@ -411,6 +449,35 @@ class DaemonProcess:
         """Remove these chunks; when this returns they are gone for good. Raises RuntimeError if the daemon ends first."""
         count: int = self._ask("remove " + " ".join(key.hex() for key in keys))
         return count
+
+    def pin(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Pin those of these chunks that are there, for ever; returns which that were, none if pins hold too much."""
+        return {bytes.fromhex(key) for key in self._ask("pin " + " ".join(key.hex() for key in keys))}
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """End the pins of these chunks."""
+        self._ask("unpin " + " ".join(key.hex() for key in keys))
+
+    def pinned_keys(self) -> set[bytes]:
+        """The chunks that have a pin of their own."""
+        return {bytes.fromhex(key) for key in self._ask("pinned")}
+
+    def admit(self, directory: str, key: bytes, path: Path) -> str:
+        """Copy a file in as this chunk of a namespace; "admitted", or the name of the error."""
+        word: str = self._ask(f"admit {directory} {key.hex()} {path}")
+        return word
+
+    def attach(self, wanted: Namespace) -> None:
+        """Make a namespace; it is durable when this returns."""
+        self._ask("attach " + namespaces.encode(wanted).decode().replace("\n", " "))
+
+    def forget(self, directory: str) -> None:
+        """Remove a namespace that is empty; when this returns it is gone for good."""
+        self._ask(f"forget {directory}")
+
+    def namespaces(self) -> set[str]:
+        """The names of all namespaces."""
+        return set(self._ask("namespaces"))
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ from kvfs import config
 from kvfs import messages as m
 from kvfs import namespace as namespaces
 from kvfs.chunk import MAX_CHUNK_BYTES, geometry, parse_file_name, parse_header, verify_payload
-from kvfs.errors import ConfigError, CorruptChunk, FormatError, ProtocolError, UsageError
+from kvfs.errors import ConfigError, CorruptChunk, FormatError, KvfsError, ProtocolError, UsageError
 from kvfs.index import FILE_NAME as INDEX
 from kvfs.mount.control import ControlFiles
 from kvfs.mount.errnos import Faults
@@ -42,7 +42,10 @@ from kvfs.mount.operations import Operations
 from kvfs.mount.session import serve_sessions
 from kvfs.mount.tree import Fixed, Tree, is_directory
 from kvfs.opening import open_store
+from kvfs.staging import prove
 from kvfs.testing import chain_of, open_table, settings_in, socket_path, store_chain, tiny_namespace
+from kvfs.tools.copying import Copied
+from kvfs.tools.import_ import _from_tar
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 NUM_MUTATED = int(os.environ.get("KVFS_FUZZ", "60"))
@@ -200,14 +203,89 @@ def name(raw: bytes) -> None:
                     await call(inode, found, CONTEXT)
             with contextlib.suppress(FUSEError):
                 await operations.mkdir(inode, found, 0o777, CONTEXT)  # type: ignore[arg-type]
-            with contextlib.suppress(FUSEError):
-                await operations.create(inode, found, 0o777, os.O_RDWR, CONTEXT)  # type: ignore[arg-type]
+            await _write(operations, inode, found, b"x")
             with contextlib.suppress(FUSEError):
                 await operations.symlink(inode, found, found, CONTEXT)
             with contextlib.suppress(FUSEError):
                 await operations.rename(inode, found, inode, found, 0, CONTEXT)  # type: ignore[arg-type]
+            if node.inode != operations.tree.root.inode:
+                await _write(operations, inode, b".staged", b"x")
+                with contextlib.suppress(FUSEError):
+                    await operations.rename(inode, b".staged", inode, found, 0, CONTEXT)  # type: ignore[arg-type]
+            for call in (operations.unlink, operations.rmdir):
+                for left in (found, b".staged"):
+                    with contextlib.suppress(FUSEError):
+                        await call(inode, left, CONTEXT)  # type: ignore[arg-type]
 
     mount.run(work)
+
+
+async def _write(operations: Operations, parent: Any, name: Any, content: bytes) -> None:
+    """Make a file, write it and close it."""
+    try:
+        info, _ = await operations.create(parent, name, 0o640, os.O_RDWR, CONTEXT)  # type: ignore[arg-type]
+    except FUSEError:
+        return
+    with contextlib.suppress(FUSEError):
+        await operations.write(info.fh, 0, content)
+        await operations.flush(info.fh)
+    await operations.release(info.fh)
+
+
+def written_by_hand(raw: bytes) -> None:
+    """The namespace.json of a namespace to come, and of one that is there: nothing becomes what it is not."""
+    wanted, present = (tiny_namespace(model).directory.encode() for model in ("tests/other", "tests/tiny"))
+
+    async def work(operations: Operations) -> None:
+        root: Any = operations.tree.root.inode
+        for name in (wanted, present):
+            with contextlib.suppress(FUSEError):
+                await operations.mkdir(root, name, 0o750, CONTEXT)  # type: ignore[arg-type]
+            parent = (await operations.lookup(root, name, CONTEXT)).st_ino  # type: ignore[arg-type]
+            await _write(operations, parent, b"namespace.json", raw)
+        tables = operations.tree.catalog.tables
+        assert set(tables) <= {wanted.decode(), present.decode()}
+        if wanted.decode() in tables:
+            assert namespaces.decode(raw).directory == wanted.decode()
+        await operations.rmdir(root, wanted, CONTEXT)  # type: ignore[arg-type]
+        assert set(tables) == {present.decode()}
+        assert operations.tree.lookup(operations.tree.root, wanted) is None
+
+    mount.run(work)
+
+
+class _Track:
+    """Nobody watches, and nobody stops it."""
+
+    is_stopping = False
+
+    def begin(self, what: str, total: int) -> None:
+        pass
+
+    def advance(self, amount: int) -> None:
+        pass
+
+
+def tar(raw: bytes) -> None:
+    """An archive that is imported: whatever its names say, only chunks that prove themselves are made, in their place."""
+    with tempfile.TemporaryDirectory(prefix=f"kvfs-{os.getpid()}-") as directory:
+        top = Path(directory, "outer", "mount")
+        (top / NS.directory / "chunks").mkdir(parents=True)
+        archive = Path(directory, "a.tar")
+        archive.write_bytes(raw)
+        with contextlib.suppress(KvfsError):
+            _from_tar(str(top), str(archive), Copied(), _Track())  # type: ignore[arg-type]
+        for path in Path(directory).rglob("*"):
+            if path.is_file() and path != archive:
+                parts = path.relative_to(top).parts
+                assert namespaces.is_directory_name(parts[0])
+                found = namespaces.decode(path.parents[len(parts) - 2].joinpath("namespace.json").read_bytes())
+                assert found.directory == parts[0]
+                if parts[1:] != ("namespace.json",):
+                    assert parts[1] == "chunks"
+                    key = parse_file_name(parts[2])
+                    assert key is not None
+                    prove(found, key, memoryview(path.read_bytes()))
 
 
 def _nodes(operations: Operations) -> list[Any]:
@@ -277,7 +355,7 @@ async def _open_with_row(directory: Path, table: str, columns: list[Any]) -> Non
 
 TARGETS: dict[str, Target] = {
     "message": message, "session": session, "chunk": chunk, "namespace": namespace, "config": settings_file,
-    "name": name, "xattr": attribute, "index": index_row,
+    "name": name, "written": written_by_hand, "tar": tar, "xattr": attribute, "index": index_row,
 }  # fmt: skip
 
 

@@ -35,12 +35,15 @@ from kvfs.testing import (
     tiny_namespace,
 )
 
+from .volumes import chunk_file
+
 NS = tiny_namespace(head_size=8)
 KILLS_OF_A_LIFE = 25
 LARGE = {"ram": 16 << 20, "nvme": 1 << 30}
 SMALL = {"ram": 2 << 20, "nvme": 4 << 20}
 """So small that the volume is full in a moment, and every write takes the place of something."""
 SAMPLE = 40
+NUM_THREADS = 2
 
 
 @dataclass
@@ -52,6 +55,9 @@ class Ledger:
         clean: chunks that the daemon called clean, and that nobody has begun to remove since.
         removing: chunks that somebody has begun to remove; nobody stores them again.
         gone: chunks whose removal has returned.
+        pinned, unpinned: chunks whose pin, or whose pin's end, has returned, while nobody has begun the other.
+        kept: those of them that were clean: nothing evicts them.
+        spaces: namespaces that are there, whose removal nobody has begun; spaces_gone: whose removal has returned.
         ever_clean, num_kills: for the last line.
     """
 
@@ -60,18 +66,28 @@ class Ledger:
     clean: set[bytes] = field(default_factory=set)
     gone: set[bytes] = field(default_factory=set)
     removing: set[bytes] = field(default_factory=set)
+    pinned: set[bytes] = field(default_factory=set)
+    unpinned: set[bytes] = field(default_factory=set)
+    kept: set[bytes] = field(default_factory=set)
+    spaces: set[str] = field(default_factory=set)
+    spaces_gone: set[str] = field(default_factory=set)
     ever_clean: set[bytes] = field(default_factory=set)
     num_kills: int = 0
 
 
 @dataclass
 class Engine:
-    """One thread's view: a client, the daemon for what has no verb in the session, the ledger, and its own chance."""
+    """One thread's view: a client, the daemon for what has no verb in the session, the ledger, and its own chance.
+
+    Only thread `number` of them says of a chunk, by its number, whether it is pinned. `directory`: for its files.
+    """
 
     client: Client
     daemon: ForkedDaemonProcess
     ledger: Ledger
     rng: random.Random
+    directory: Path
+    number: int
 
 
 # what goes on when the daemon is killed
@@ -110,7 +126,66 @@ def remove(engine: Engine) -> None:
         engine.ledger.gone |= keys
 
 
-VERBS: tuple[Callable[[Engine], None], ...] = (store, store, store, store, store, load, load, remove)
+def pin(engine: Engine) -> None:
+    """The begin of a prompt, if the pins do not hold too much already."""
+    keys = keys_to_pin(engine)
+    engine.ledger.unpinned -= keys
+    with suppress(RuntimeError):
+        engine.ledger.pinned |= engine.daemon.pin(keys)
+
+
+def unpin(engine: Engine) -> None:
+    keys = keys_to_pin(engine)
+    engine.ledger.pinned -= keys
+    engine.ledger.kept -= keys
+    with suppress(RuntimeError):
+        engine.daemon.unpin(keys)
+        engine.ledger.unpinned |= keys
+
+
+def keys_to_pin(engine: Engine) -> set[bytes]:
+    own = engine.ledger.stored[engine.number :: NUM_THREADS][-10:]
+    return set(engine.rng.choice(own).keys[: engine.rng.randrange(1, 6)]) if own else set()
+
+
+def copy_in(engine: Engine) -> None:
+    """A prompt as files, in any order; one of them is not what its name says, and leaves nothing."""
+    chain = chain_of(NS, engine.rng.randrange(1, 4), engine.rng.getrandbits(60))
+    engine.client.match(chain.chains)  # makes the namespace, if it is the first
+    engine.ledger.chains.append(chain)
+    path = engine.directory / f"copy-{engine.number}"
+    positions = list(range(len(chain.keys)))
+    engine.rng.shuffle(positions)
+    words = set()
+    with suppress(RuntimeError):
+        for position in positions:
+            raw = bytearray(chunk_file(NS, chain, position, 7))
+            key = chain.keys[position]
+            if engine.rng.random() < 0.3:
+                path.write_bytes(raw[:-1])
+                assert engine.daemon.admit(NS.directory, key, path) in {"CorruptChunk", "UsageError", "CapacityError"}
+            path.write_bytes(raw)
+            words.add(engine.daemon.admit(NS.directory, key, path))
+            assert words <= {"admitted", "UsageError", "CapacityError"}, words
+        if words == {"admitted"}:
+            engine.ledger.stored.append(chain)
+
+
+def make_and_remove_a_namespace(engine: Engine) -> None:
+    """One that nobody stores in, most often for a moment only."""
+    namespace = tiny_namespace(f"tests/x{engine.rng.getrandbits(40)}", head_size=8)
+    with suppress(RuntimeError):
+        engine.daemon.attach(namespace)
+        engine.ledger.spaces.add(namespace.directory)
+        if engine.rng.random() < 0.8:
+            engine.ledger.spaces.discard(namespace.directory)
+            engine.daemon.forget(namespace.directory)
+            engine.ledger.spaces_gone.add(namespace.directory)
+
+
+VERBS: tuple[Callable[[Engine], None], ...] = (
+    store, store, store, store, store, store, load, load, remove, pin, unpin, copy_in, make_and_remove_a_namespace,
+)  # fmt: skip
 
 
 def load_right(client: Client, chain: KeyChain) -> set[bytes]:
@@ -137,15 +212,19 @@ class Load:
         self._over = threading.Event()
         self._errors: list[BaseException] = []
         self._threads = [
-            threading.Thread(target=self._run, args=(directory, daemon, ledger, random.Random(rng.getrandbits(60))))
-            for _ in range(2)
+            threading.Thread(
+                target=self._run, args=(directory, daemon, ledger, random.Random(rng.getrandbits(60)), number)
+            )
+            for number in range(NUM_THREADS)
         ]
 
-    def _run(self, directory: Path, daemon: ForkedDaemonProcess, ledger: Ledger, rng: random.Random) -> None:
+    def _run(
+        self, directory: Path, daemon: ForkedDaemonProcess, ledger: Ledger, rng: random.Random, number: int
+    ) -> None:
         try:
             with client_of(directory, deadline_s=0.5) as client:
                 while not self._over.is_set():
-                    rng.choice(VERBS)(Engine(client, daemon, ledger, rng))
+                    rng.choice(VERBS)(Engine(client, daemon, ledger, rng, directory, number))
         except BaseException as error:  # noqa: BLE001 - the test raises it
             self._errors.append(error)
 
@@ -219,6 +298,7 @@ class Life:
                 assert self.is_small or daemon.statistics()["counters"]["evictions_nvme"] == 0, "too small"
                 daemon.kill()
         ledger.clean -= ledger.removing
+        ledger.kept |= (ledger.pinned & clean) - ledger.removing
         ledger.ever_clean |= clean
         ledger.num_kills += 1
 
@@ -228,6 +308,13 @@ class Life:
         clean = daemon.clean_keys()
         assert ledger.clean <= clean, f"{len(ledger.clean - clean)} clean chunks are gone"
         assert not ledger.gone & clean, "what was removed is back"
+        assert ledger.kept - ledger.removing <= clean, "what is pinned was evicted"
+        pinned = daemon.pinned_keys()
+        assert ledger.pinned & clean <= pinned, f"{len((ledger.pinned & clean) - pinned)} pins are gone"
+        assert not ledger.unpinned & pinned, "a pin that had been ended is back"
+        spaces = daemon.namespaces()
+        assert ledger.spaces <= spaces, "a namespace is gone"
+        assert not ledger.spaces_gone & spaces, "a namespace that was removed is back"
         assert clean <= {key for chain in ledger.chains for key in chain.keys}, "a name out of nowhere"
         chains = {
             id(chain): chain
