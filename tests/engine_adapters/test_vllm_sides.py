@@ -166,6 +166,44 @@ def test_a_prefix_counts_as_far_as_every_rank_has_it(node: Node, engines: Any) -
     assert not engine.wrong_tokens(request, len(TOKENS))
 
 
+def test_a_load_has_ended_when_it_has_on_every_rank(engines: Any) -> None:
+    """One rank may be steps behind another: until it is there too the request waits, and its chunks stay leased."""
+    fill(engines(num_ranks=2))
+    engine = engines(num_ranks=2)
+    request = request_of(TOKENS)
+    engine.scheduler.arrived(request)
+    with engine.pausing(rank=1):
+        assert engine.admit(request, OTHER_IDS) == 4 * CHUNK
+        while not engine.receiving.num_named["r"] and not engine.received:
+            engine.step()
+        assert not engine.received
+        assert engine.scheduler.num_leased == 1
+    engine.settle(request)
+    assert not engine.wrong_tokens(request, 4 * CHUNK)
+    assert engine.scheduler.num_leased == 0
+
+
+def test_blocks_are_free_when_every_rank_has_copied_them(engines: Any) -> None:
+    """One rank may be steps behind another: what it has not read yet is not given to another request."""
+    engine = engines(num_ranks=2)
+    request = request_of(TOKENS)
+    with engine.pausing(rank=1):
+        engine.run(request, BLOCK_IDS)
+        assert engine.scheduler.finished(request, BLOCK_IDS)
+        while not engine.sending.num_named["r"] and not engine.sent:
+            engine.step()
+        assert not engine.sent
+    while not engine.sent:
+        engine.step()
+    for tensors in engine.tensors:
+        for tensor in tensors:
+            tensor.fill_(0)  # another request
+    wait_for_publishing(engine)
+    other, again = engines(num_ranks=2), request_of(TOKENS)
+    assert other.run(again, OTHER_IDS) == 4 * CHUNK
+    assert not other.wrong_tokens(again, len(TOKENS))
+
+
 def test_asking_twice_changes_nothing(node: Node, engines: Any) -> None:
     """The engine asks again in every step in which there is no room; the chunks stay leased meanwhile."""
     fill(engines())

@@ -1,12 +1,17 @@
 """Stands in for vLLM around the connector's two sides: requests, blocks, steps, and KV that gives every mistake away.
 
 The KV of a token is a function of the rank, the layer and all tokens up to it, so a block that holds anything but its own
-prefix is noticed. Steps are made in the order in which vLLM makes its calls.
+prefix is noticed. Steps are made in the order in which vLLM makes its calls, and what its ranks name is put together as
+vLLM does it: a request's load or stores are over when every rank has said so, each in a step of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +48,44 @@ def request_of(tokens: list[int], request_id: str = "r", **changes: Any) -> Any:
     return SimpleNamespace(**{**facts, **changes})
 
 
+class Agreement:
+    """What every rank has named. Attributes: num_named: how many ranks so far, by request that not all have named."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_named: Counter[str] = Counter()
+        self._num_ranks = num_ranks
+
+    def take(self, request_ids: set[str]) -> set[str]:
+        """One rank names requests; those of them that it was the last to name."""
+        self.num_named.update(request_ids)
+        agreed = {request_id for request_id in request_ids if self.num_named[request_id] == self._num_ranks}
+        for request_id in agreed:
+            del self.num_named[request_id]
+        return agreed
+
+
+class PausedBlocks(HostBlocks):
+    """Blocks that threads do not get to read or write before they may. Attributes: may_go."""
+
+    def __init__(self, views: tuple[torch.Tensor, ...]) -> None:
+        super().__init__(views)
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def after(self, fence: Any) -> None:
+        """See KvBlocks."""
+        self.may_go.wait()
+
+
 class StandIn:
-    """One engine with its ranks. Attributes: scheduler, workers: what is tested; tensors: of each rank and layer."""
+    """One engine with its ranks.
+
+    Attributes:
+        scheduler, workers: what is tested.
+        tensors: of each rank and layer.
+        sent: requests whose stores every rank has copied; of a rank alone: `sending`.
+        received: requests whose load every rank ended with the last step; of a rank alone: `receiving`.
+    """
 
     def __init__(self, mount: Path, num_ranks: int = 1, **settings: Any) -> None:
         self.settings = VllmSettings(str(mount), **{"floor_tokens": 1, "break_even": False, **settings})
@@ -53,11 +94,13 @@ class StandIn:
             [torch.zeros(BLOCKS, HEADS, BLOCK, CONTENT, dtype=torch.uint8) for _ in range(LAYERS)] for _ in namespaces
         ]
         self.workers = []
+        self._blocks: list[PausedBlocks] = []
         for namespace, tensors in zip(namespaces, self.tensors, strict=True):
             views = tuple(block_view(tensor, BLOCKS, BlockOrder.TOKENS_FIRST) for tensor in tensors)
             numbers = {f"layer {layer}": layer for layer in range(LAYERS)}
             kv = WorkerKv(namespace, views, numbers, BLOCKS * BLOCK, is_storing=True)
-            self.workers.append(WorkerSide(kv, HostBlocks(views), self.settings))
+            self._blocks.append(PausedBlocks(views))
+            self.workers.append(WorkerSide(kv, self._blocks[-1], self.settings))
         self.scheduler = SchedulerSide(self.settings, namespaces, BLOCK, lambda path: path)
         for side in [*self.workers, self.scheduler]:
             side.open()
@@ -66,11 +109,21 @@ class StandIn:
         self.preempted: set[str] = set()
         self.sent: set[str] = set()
         self.received: set[str] = set()
+        self.sending, self.receiving = Agreement(num_ranks), Agreement(num_ranks)
         self.failed: set[int] = set()
 
     def close(self) -> None:
         for side in [*self.workers, self.scheduler]:
             side.close()
+
+    @contextmanager
+    def pausing(self, rank: int) -> Iterator[None]:
+        """The loads and stores of one rank that begin now go on at the end of this."""
+        self._blocks[rank].may_go.clear()
+        try:
+            yield
+        finally:
+            self._blocks[rank].may_go.set()
 
     # what vLLM's scheduler does
 
@@ -111,21 +164,20 @@ class StandIn:
             self.compute(request, request.num_computed_tokens, num_tokens)
             request.num_computed_tokens += num_tokens
         reports = []
-        self.received, received = set(), []
+        self.received = set()
         for worker in self.workers:
             if orders.are_loads_async:
                 worker.begin_loads(orders)
             worker.begin_stores(orders)
             sent, got = worker.finished()
-            self.sent |= sent
-            received.append(got)
+            self.sent |= self.sending.take(sent)
+            self.received |= self.receiving.take(got)
             self.failed |= worker.failed_blocks()
             if (report := worker.report()) is not None:
                 reports.append(report)
         merged = reports[0] if reports else None
         for report in reports[1:]:
             merged = merged.merge(report) if merged is not None else report
-        self.received = set.union(*received)
         self.scheduler.reported(merged, self.received, len(self.failed))
 
     def settle(self, request: Any) -> None:
