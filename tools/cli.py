@@ -37,6 +37,7 @@ from kvfs.tools import (
 )
 from kvfs.tools import format as format_
 from kvfs.tools.bench import command as bench
+from kvfs.tools.words import printable
 
 # click's ClickException: typer brings click, or a copy of it, and shows neither.
 _Mistyped: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -65,7 +66,7 @@ def tells_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except KvfsError as error:
-            typer.echo(f"kvfs: {error}", err=True)
+            typer.echo(f"kvfs: {printable(str(error))}", err=True)
             raise typer.Exit(exit_code(error)) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error
@@ -117,7 +118,7 @@ def main() -> None:
     try:
         code = app(arguments or ["--help"], standalone_mode=False)
     except _Mistyped as error:
-        typer.echo(f"kvfs: {_sentence(error)}", err=True)
+        typer.echo(f"kvfs: {printable(_sentence(error))}", err=True)
         code = EXIT_USAGE
     sys.exit(code or (0 if arguments else EXIT_USAGE))
 

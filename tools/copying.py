@@ -6,10 +6,12 @@ whoever waits for somebody else, at the other end of a pipe, says all the time t
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import stat
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +21,7 @@ import typer
 from kvfs.config import format_size
 from kvfs.errors import UsageError
 from kvfs.tools.progress import Track
-from kvfs.tools.words import format_count
+from kvfs.tools.words import format_count, printable
 
 STREAM = "-"
 _POLL_S = 1.0
@@ -33,10 +35,13 @@ class StoppedError(Exception):
 
 @dataclass
 class Refused:
-    """A file that was not copied, and why."""
+    """A file that was not copied, and why; both are made fit for a terminal."""
 
     path: str
     reason: str
+
+    def __post_init__(self) -> None:
+        self.path, self.reason = printable(self.path), printable(self.reason)
 
 
 @dataclass
@@ -142,10 +147,22 @@ class Pipe:
                 raise StoppedError
 
 
+def open_file(path: str | Path) -> FileIO:
+    """A regular file, for reading. Raises OSError, for what is no regular file too: a FIFO is not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    os.set_blocking(descriptor, True)
+    return FileIO(descriptor)
+
+
 def read_file(path: str | Path, limit_bytes: int, track: Track) -> memoryview:
-    """The content of a file, or its first bytes beyond the limit. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
-        size = min(os.fstat(file.fileno()).st_size, limit_bytes + 1)
+    """The content of a file. Raises OSError, for what is larger than the limit or no regular file too."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit_bytes:
+            raise OSError(errno.EFBIG, "it is too large", str(path))
         raw = memoryview(bytearray(size))
         done = 0
         while done < size:

@@ -20,7 +20,7 @@ from kvfs.errors import KvfsError
 from kvfs.rebuilding import Rebuilt, rebuild
 from kvfs.system import System
 from kvfs.tools.offline import Bar
-from kvfs.tools.words import format_count
+from kvfs.tools.words import format_count, printable
 from kvfs.volume import Volume
 
 EXAMPLES = """
@@ -64,7 +64,8 @@ def fsck(
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
     else:
-        typer.echo("\n".join(_report_lines(found) if isinstance(found, Report) else _rebuilt_lines(found)))
+        lines = _report_lines(found) if isinstance(found, Report) else _rebuilt_lines(found)
+        typer.echo("\n".join(map(printable, lines)))
     if isinstance(found, Report) and found.findings:
         raise typer.Exit(EXIT_ERRORS_LEFT)
 

@@ -11,10 +11,9 @@ import errno
 import functools
 import os
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import typer
 
@@ -25,7 +24,19 @@ from kvfs.keys import Key
 from kvfs.namespace import MAX_NAMESPACE_JSON_BYTES, Namespace
 from kvfs.staging import MAX_FILE_BYTES, prove
 from kvfs.tools import mounted, progress
-from kvfs.tools.copying import STREAM, Copied, Pipe, Refused, StoppedError, is_tar, read_file, tell, write_whole
+from kvfs.tools.archive import Archive, ArchiveError, Member
+from kvfs.tools.copying import (
+    STREAM,
+    Copied,
+    Pipe,
+    Refused,
+    StoppedError,
+    is_tar,
+    open_file,
+    read_file,
+    tell,
+    write_whole,
+)
 from kvfs.tools.progress import Track
 
 EXAMPLES = """
@@ -39,7 +50,6 @@ An archive; ssh other kvfs export … - | kvfs import /mnt/kvfs - takes a stream
 """
 
 _JSON = "namespace.json"
-_MAX_EMPTY = 10  # tarfile asks a whole archive twice or so beyond its end
 
 
 def import_(
@@ -60,7 +70,7 @@ def import_(
             total = _file_bytes(source)
     else:
         tree = _find(source)
-        total = sum(os.stat(file).st_size for files in tree.values() for file in files.values())
+        total = sum(_size(file) for files in tree.values() for file in files.values())
         work = functools.partial(_from_directory, path, tree, done)
     try:
         done.interrupted = not progress.run(path, work, "importing", total, is_bytes=True)
@@ -76,6 +86,13 @@ def _file_bytes(path: str) -> int:
         return os.stat(path).st_size
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _size(file: str) -> int:
+    try:
+        return os.stat(file).st_size
+    except OSError:
+        return 0  # it is told of when it is read
 
 
 def _find(source: str) -> dict[str, dict[Key, str]]:
@@ -99,9 +116,12 @@ def _find(source: str) -> dict[str, dict[Key, str]]:
 
 def _from_directory(path: str, tree: dict[str, dict[Key, str]], done: Copied, track: Track) -> None:
     for top, files in tree.items():
-        raw = read_file(os.path.join(top, _JSON), MAX_NAMESPACE_JSON_BYTES, track)
         try:
+            raw = read_file(os.path.join(top, _JSON), MAX_NAMESPACE_JSON_BYTES, track)
             namespace = namespaces.decode(bytes(raw))
+        except OSError as error:
+            done.refused.append(Refused(os.path.join(top, _JSON), error.strerror or str(error)))
+            continue
         except KvfsError as error:
             done.refused.append(Refused(os.path.join(top, _JSON), str(error)))
             continue
@@ -112,7 +132,7 @@ def _from_directory(path: str, tree: dict[str, dict[Key, str]], done: Copied, tr
             target = _target(path, namespace.directory, key)
             if os.path.exists(target):
                 done.there += 1
-                track.advance(os.stat(file).st_size)
+                track.advance(_size(file))
                 continue
             try:
                 content = read_file(file, MAX_FILE_BYTES, track)
@@ -127,10 +147,10 @@ def _from_tar(path: str, source: str, done: Copied, track: Track) -> None:
     try:
         with contextlib.ExitStack() as stack:
             if source == STREAM:
-                file = _Ending(Pipe(sys.stdin.fileno(), track))
+                descriptor = sys.stdin.fileno()
             else:
-                file = _Ending(stack.enter_context(open(source, "rb")))
-            archive = stack.enter_context(tarfile.open(fileobj=file, mode="r|*"))  # type: ignore[call-overload]
+                descriptor = stack.enter_context(open_file(source)).fileno()
+            archive = Archive(Pipe(descriptor, track), track)
             for member, name, key in _members(archive):
                 if track.is_stopping:
                     return
@@ -138,12 +158,11 @@ def _from_tar(path: str, source: str, done: Copied, track: Track) -> None:
                 if member.size > limit:
                     done.refused.append(Refused(member.name, "it is too large"))
                     continue
-                content = archive.extractfile(member)
-                assert content is not None
-                raw = content.read()
-                track.advance(len(raw))
+                if member.is_sparse:
+                    done.refused.append(Refused(member.name, "it has holes: make the archive without --sparse"))
+                    continue
                 if key is None:
-                    _take_identity(path, name, raw, member.name, known, done)
+                    _take_identity(path, name, bytes(archive.read()), member.name, known, done)
                     continue
                 if name not in known and not _learn(path, name, known):
                     done.refused.append(Refused(member.name, f"no {_JSON} of {name} came before it"))
@@ -152,42 +171,22 @@ def _from_tar(path: str, source: str, done: Copied, track: Track) -> None:
                 if os.path.exists(target):
                     done.there += 1
                 else:
-                    _put(target, known[name], key, memoryview(raw), member.name, done)
+                    _put(target, known[name], key, archive.read(), member.name, done)
     except StoppedError:
         return
-    except tarfile.TarError as error:
+    except ArchiveError as error:
         raise UsageError(f"{source} is no archive, or not whole: {error}") from error
     except OSError as error:
         raise UsageError(f"cannot read {error.filename or source}: {error.strerror}") from error
 
 
-class _Ending:
-    """An archive that tells when it has been read to its end again and again.
-
-    tarfile passes over a member by reading it, and would go on for hours, or years, where a short archive claims a
-    large one: 10 million reads of nothing for each 100 GB.
-    """
-
-    def __init__(self, file: Pipe | BinaryIO) -> None:
-        self._file = file
-        self._num_empty = 0
-
-    def read(self, size: int) -> bytes:
-        """Raises tarfile.ReadError besides what the file raises."""
-        piece = self._file.read(size)
-        self._num_empty = 0 if piece else self._num_empty + 1
-        if self._num_empty > _MAX_EMPTY:
-            raise tarfile.ReadError("it ends in the middle of a file")
-        return piece
-
-
-def _members(archive: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, str, Key | None]]:
+def _members(archive: Archive) -> Iterator[tuple[Member, str, Key | None]]:
     """The files that matter, each with its namespace and, if it is a chunk, its key."""
     for member in archive:
         parts = member.name.split("/")
         key = parse_file_name(parts[-1])
         spaces = [part for part in parts[:-1] if namespaces.is_directory_name(part)]
-        if member.isreg() and spaces and (key is not None or parts[-1] == _JSON):
+        if member.is_file and spaces and (key is not None or parts[-1] == _JSON):
             yield member, spaces[-1], key
 
 
@@ -259,7 +258,7 @@ def _position(namespace: Namespace, file: str, track: Track) -> int:
     """Where in its chain a chunk stands; 0 for what is none, which is told of when it is read whole."""
     track.advance(0)
     try:
-        with open(file, "rb", buffering=0) as raw:
+        with open_file(file) as raw:
             length = int.from_bytes(raw.read(8), "little")
             header = os.pread(raw.fileno(), min(length + 8, MAX_HEADER_BYTES), 0)
             return parse_header(namespace, header)[1].position

@@ -20,7 +20,7 @@ from kvfs.config import format_size
 from kvfs.errors import UsageError
 from kvfs.tools import listing, mounted
 from kvfs.tools.listing import Entry
-from kvfs.tools.words import format_duration
+from kvfs.tools.words import format_duration, printable
 
 EXAMPLES = """
 kvfs ls /mnt/kvfs
@@ -154,4 +154,4 @@ def table(kind: str, entries: list[Entry], now_ns: int, *, width: int | None, fu
 
 
 def _name(entry: Entry, full: bool) -> str:
-    return (entry.path if full else entry.short_path) or entry.name
+    return printable((entry.path if full else entry.short_path) or entry.name)

@@ -20,7 +20,7 @@ from kvfs.errors import UsageError
 from kvfs.tools import listing, mounted
 from kvfs.tools.listing import Entry
 from kvfs.tools.mounted import Beat
-from kvfs.tools.words import format_duration
+from kvfs.tools.words import format_duration, printable
 
 EXAMPLES = """
 kvfs stat /mnt/kvfs SmolLM2
@@ -205,7 +205,7 @@ def _text(facts: dict[str, Any]) -> str:
     lines = [f"{facts.pop('kind')} {facts.pop('path')}"]
     width = max(map(len, map(_label, facts)))
     lines += [f"  {_label(name).ljust(width)}  {_value(name, value)}" for name, value in facts.items()]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _label(name: str) -> str:

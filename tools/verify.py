@@ -25,7 +25,7 @@ from kvfs.namespace import Namespace
 from kvfs.tools import listing, mounted, progress
 from kvfs.tools.mounted import Beat
 from kvfs.tools.progress import Track
-from kvfs.tools.words import format_count
+from kvfs.tools.words import format_count, printable
 
 EXAMPLES = """
 kvfs verify /mnt/kvfs
@@ -54,6 +54,9 @@ class Bad:
     path: str
     reason: str
     dropped: bool = False
+
+    def __post_init__(self) -> None:
+        self.path, self.reason = printable(self.path), printable(self.reason)
 
 
 @dataclass

@@ -1,8 +1,20 @@
-"""Numbers and times as people read them. Sizes are in `kvfs.config`, what is read from people in `kvfs.durations`."""
+"""Numbers, times and the words of others as people read them. Sizes are in `kvfs.config`, what is read from people in `kvfs.durations`."""
 
 from __future__ import annotations
 
 _STEPS = ((60, "s"), (60, "min"), (24, "h"), (0, "d"))
+
+
+def printable(text: str) -> str:
+    """Text of somebody else as a terminal may have it: control characters and undecodable bytes are escaped."""
+    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
+
+
+def _escaped(letter: str) -> str:
+    code = ord(letter)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of a name that is not UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    return letter.encode("unicode_escape", "surrogatepass").decode()
 
 
 def format_duration(seconds: float) -> str:

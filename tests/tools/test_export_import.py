@@ -163,7 +163,9 @@ def test_an_interrupt_leaves_whole_chunks(source: Mount, target: Mount, tmp_path
     ):
         assert process.stdin is not None
         wait_for("it has begun", lambda: b"import" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
-        with contextlib.suppress(BrokenPipeError), tarfile.open(fileobj=process.stdin.buffer, mode="w|") as archive:
+        # Unbuffered: nothing is left to write at its end.
+        pipe = open(process.stdin.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 (it owns nothing)
+        with contextlib.suppress(BrokenPipeError), tarfile.open(fileobj=pipe, mode="w|") as archive:
             archive.add(place / NAME / "namespace.json", f"{NAME}/namespace.json")
             for key in keys[:5]:  # an archive is read in records of 10 KiB
                 archive.add(chunks / f"{key}.safetensors", f"{NAME}/chunks/{key}.safetensors")
