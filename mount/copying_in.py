@@ -97,6 +97,7 @@ class CopyingIn:
             if node.staged.is_over:
                 raise Refused(errno.ENOENT)
             node.num_open += 1
+            self._names.open_files.add(node)
             if isinstance(node.home, Draft):
                 node.home.num_open += 1
             return node
@@ -143,6 +144,7 @@ class CopyingIn:
             file.home.touched_s = self._now_s()
         if file.num_open:
             return
+        self._names.open_files.discard(file)
         if self._names.places(file):
             self._store.staging.fit(file.staged)
         else:
@@ -210,6 +212,8 @@ class CopyingIn:
 
     def unlink(self, parent: Node, name: bytes) -> bool:
         """Remove a name of a staged file, or a second one of a chunk; returns whether it was one."""
+        if isinstance(parent, Fixed | DraftDirectory) and parent.draft is not None:
+            parent.draft.touched_s = self._now_s()  # who removes finds what it has seen, to the end
         if self._names.aliases.pop((parent.inode, name), None) is not None:
             return True
         file = self._names.files.pop((parent.inode, name), None)
@@ -221,19 +225,21 @@ class CopyingIn:
 
     # directories
 
-    def make_directory(self, parent: Node, name: bytes) -> Node:
-        """A draft of a namespace, or a directory of a prefix view for chunks to come."""
+    def make_directory(self, parent: Node, name: bytes, maker: int | None = None) -> Node:
+        """A draft of a namespace that this process makes, or a directory of a prefix view for chunks to come."""
         if len(name) > MAX_NAME_BYTES:
             raise Refused(errno.ENAMETOOLONG)
         if isinstance(parent, Fixed) and parent.role is Role.ROOT:
-            return self._make_draft(name)
+            return self._make_draft(name, maker)
         home, is_for_chunks, draft = self._where(parent, name)
-        if isinstance(parent, Fixed) and parent.role is Role.NAMESPACE and draft is not None:
-            nodes = self._tree.nodes(draft)
-            for node in (nodes.chunks, nodes.prefixes):
-                if node.name == name:
-                    draft.made.add(name)
-                    return node
+        if isinstance(parent, Fixed) and parent.role is Role.NAMESPACE:
+            again = self._tree.make_again(draft or home, name)
+            nodes = self._tree.nodes(draft or home)
+            if draft is not None and name in (nodes.chunks.name, nodes.prefixes.name):
+                draft.made.add(name)
+                return nodes.chunks if name == nodes.chunks.name else nodes.prefixes
+            if again is not None:
+                return again
         if not is_for_chunks or (isinstance(parent, Fixed) and parent.role is Role.CHUNKS):
             raise Refused(errno.EPERM)
         if not _DIRECTORY.fullmatch(name):
@@ -261,6 +267,7 @@ class CopyingIn:
         draft = node.draft if isinstance(node, Fixed | DraftDirectory) else None
         if draft is None or node is None or (isinstance(node, Fixed) and draft.table is not None):
             return False
+        draft.touched_s = self._now_s()
         files = self._names.in_draft(draft)
         if isinstance(node, Fixed) and node.role is Role.NAMESPACE:
             if files:
@@ -282,11 +289,13 @@ class CopyingIn:
     def touched(self, node: Node, modified_ns: int | None) -> None:
         """Attributes were set, the time of the last modification perhaps.
 
-        Of the directory of a namespace that is the last thing that whoever copies it does. A namespace.json keeps its
+        Of the directory of a namespace that is the last thing that `cp -a`, tar and `kvfs import` do. A namespace.json keeps its
         time, so that rsync finds it as it left it; a chunk has the time when it was first stored.
         """
-        if isinstance(node, Fixed) and node.role is Role.NAMESPACE and node.draft is not None and node.draft.table:
-            self._names.forget_draft(node.draft)
+        if isinstance(node, Fixed) and node.role is Role.NAMESPACE and node.table is not None:
+            if node.draft is not None:
+                self._names.forget_draft(node.draft)
+            self._names.copying_is_over(node.table)
         if modified_ns is None or not 0 <= modified_ns < MAX_TIME_NS:
             return
         if isinstance(node, StagedFile):
@@ -355,7 +364,9 @@ class CopyingIn:
             limit = first = geometry(home.namespace, home.namespace.identity.tokens_per_chunk).file_bytes
         staged = self._store.staging.create(self._store.catalog.next_inode(), limit, first)
         now_ns = self._store.system.time_ns()
-        return StagedFile(staged, home, name, parent_inode, now_ns, None, is_identity, key, num_open=1)
+        file = StagedFile(staged, home, name, parent_inode, now_ns, None, is_identity, key, num_open=1)
+        self._names.open_files.add(file)
+        return file
 
     def _where(self, parent: Node, name: bytes) -> _Where:
         """What is made in `parent` belongs to this; raises Refused where nothing can be made."""
@@ -365,7 +376,7 @@ class CopyingIn:
             table = self._store.catalog.tables.get(parent.tree.name)
             if table is None or table.prefixes is not parent.tree:
                 raise Refused(errno.ENOENT)
-            return _Where(table, True)
+            return _Where(self._resolved(table), True)
         if isinstance(parent, DraftDirectory):
             return _Where(self._resolved(parent.draft), True, parent.draft)
         if isinstance(parent, Fixed) and parent.role in (Role.NAMESPACE, Role.CHUNKS, Role.PREFIXES):
@@ -376,11 +387,14 @@ class CopyingIn:
 
     def _resolved(self, home: Home) -> Home:
         if isinstance(home, ChunkTable):
+            self._names.copying_goes_on(home)
             return home
         home.touched_s = self._now_s()
         table = self._store.catalog.tables.get(home.name)
         if table is None and self._names.drafts.get(home.name) is not home:
             raise Refused(errno.ENOENT)
+        if table is not None:
+            self._names.copying_goes_on(table)
         return table or home
 
     def _put(self, parent: Node, file: StagedFile) -> None:
@@ -396,7 +410,7 @@ class CopyingIn:
         if size > file.staged.limit_bytes:
             raise Refused(errno.EFBIG)
 
-    def _make_draft(self, name: bytes) -> Node:
+    def _make_draft(self, name: bytes, maker: int | None) -> Node:
         text = name.decode("ascii", "replace")
         if not namespaces.is_directory_name(text):
             raise Refused(errno.EINVAL)
@@ -404,7 +418,7 @@ class CopyingIn:
             raise Refused(errno.EEXIST)
         if len(self._names.drafts) >= MAX_DRAFTS:
             raise CapacityError("too many namespaces have no namespace.json yet")
-        draft = self._names.drafts[text] = Draft(text, self._store.system.time_ns(), self._now_s())
+        draft = self._names.drafts[text] = Draft(text, self._store.system.time_ns(), self._now_s(), maker=maker)
         return self._tree.nodes(draft).directory
 
 

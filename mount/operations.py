@@ -95,6 +95,7 @@ class OpenDirectory:
     """A directory that is being listed: what it held when the listing began. `readdir` offsets index `entries`."""
 
     node: Node
+    viewer: int
     entries: list[Node] = field(default_factory=list)
 
 
@@ -139,7 +140,7 @@ class Operations(GuardedOperations):
     # names and attributes
 
     async def lookup(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> EntryAttributes:
-        node = self.tree.lookup(self._node(parent_inode), name)
+        node = self.tree.lookup(self._node(parent_inode), name, ctx.pid)
         if node is None:
             raise FUSEError(errno.ENOENT)  # without a negative timeout: engines make names appear
         entry = self._entry(node)
@@ -181,20 +182,23 @@ class Operations(GuardedOperations):
         node = self._node(inode)
         if not is_directory(node):
             raise FUSEError(errno.ENOTDIR)
-        return self._handle(OpenDirectory(node))
+        return self._handle(OpenDirectory(node, ctx.pid))
 
     async def readdir(self, fh: FileHandleT, start_id: int, token: ReaddirToken) -> None:
         listing = self._open[fh]
         assert isinstance(listing, OpenDirectory)
         if start_id == 0:
-            listing.entries = self.tree.entries(listing.node)
+            listing.entries = self.tree.entries(listing.node, listing.viewer)
         entries, parent = listing.entries, listing.node
         attributes = EntryAttributes()  # one for all: readdir_reply copies it
         for index in range(start_id, len(entries)):
             node = entries[index]
             if not self.tree.holds(parent, node):
                 continue
-            if not pyfuse3.readdir_reply(token, self.tree.name(node), self._fill(attributes, node), index + 1):
+            self._fill(attributes, node)
+            if isinstance(parent, DraftDirectory):
+                attributes.entry_timeout = 0  # nobody is told when what it shows goes
+            if not pyfuse3.readdir_reply(token, self.tree.name(node), attributes, index + 1):
                 return
             if not isinstance(node, Fixed):
                 self.inodes.remember(node)
@@ -416,7 +420,7 @@ class Operations(GuardedOperations):
         return entry
 
     async def mkdir(self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext) -> EntryAttributes:
-        return self._entry(self.copying.make_directory(self._node(parent_inode), name))
+        return self._entry(self.copying.make_directory(self._node(parent_inode), name, ctx.pid))
 
     async def mknod(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, rdev: int, ctx: RequestContext

@@ -1,11 +1,12 @@
 """What is being copied in, by name: staged files, namespaces that have no `namespace.json` yet, and second names.
 
 A *draft* is a namespace that somebody made with mkdir: what is copied into it waits until its namespace.json says what
-it is. Until whoever copies is done, a draft shows only what was made there by name: `cp` takes it for granted that a
-directory which it has just made is empty, and fails where the prefix view has grown something meanwhile.
+it is. `cp` takes it for granted that a directory which it has just made is empty, and fails where something has grown there
+meanwhile. So until the copy is over, the process that made the draft finds in it only what was made there by name, and so
+does everybody in a prefixes/ that was made so. To all others the whole namespace is there as soon as its namespace.json is.
 
 `cp -a` also unlinks a file that has a second name before it makes a link of that name, which would remove the chunk it
-has just copied. So a chunk that was copied in shows one link until nothing was copied to its namespace for a while.
+has just copied. So a chunk that was copied in shows one link until the copy is over, or was silent for a moment.
 
 Concurrency: belongs to the event loop's thread, nothing here waits.
 """
@@ -27,7 +28,7 @@ MAX_DRAFT_DIRECTORIES = 1 << 18  # a directory for each branch of a namespace
 MAX_ALIASES = 1024
 MAX_LINKS = 1 << 20
 QUIET_S = 10.0  # after which a copy of a whole namespace is over, if it does not say so
-FRESH_S = 60.0
+FRESH_S = 3.0  # the same for links: nobody but `cp -a` minds, and du counts what shows one link under both names
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +37,7 @@ class Draft:
 
     Attributes:
         name: of its directory.
-        created_ns: when it was made; touched_s: when something was last done in it, on the monotonic clock.
+        created_ns: when it was made; maker: the process that did; touched_s: when something was last done in it, on the monotonic clock.
         table: the namespace that it has become.
         made: which of its fixed directories were made.
         num_open: files in it that are being written.
@@ -50,6 +51,11 @@ class Draft:
     made: set[bytes] = field(default_factory=set)
     num_open: int = 0
     limits: dict[str, bytes] = field(default_factory=dict)
+    maker: int | None = None
+
+    def hides(self, name: bytes, viewer: int | None) -> bool:
+        """Whether this process does not find this fixed directory yet."""
+        return name not in self.made and (self.table is None or (viewer is not None and viewer == self.maker))
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +106,11 @@ class StagedFile:
         return self.staged.inode
 
     @property
+    def table(self) -> ChunkTable | None:
+        """The namespace that it belongs to, if that is one yet."""
+        return self.home.table if isinstance(self.home, Draft) else self.home
+
+    @property
     def is_hidden(self) -> bool:
         """Whether its name says that it is not meant to be anything yet."""
         return self.name.startswith(b".")
@@ -118,6 +129,7 @@ class StagedNames:
 
     Attributes:
         files, aliases: by the inode of the directory they are in, and name.
+        open_files: those that somebody has open.
         drafts: by name.
         num_directories: directories of drafts.
 
@@ -126,6 +138,7 @@ class StagedNames:
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self.files: dict[Place, StagedFile] = {}
+        self.open_files: set[StagedFile] = set()
         self.num_directories = 0
         self.aliases: dict[Place, Alias] = {}
         self.drafts: dict[str, Draft] = {}
@@ -141,13 +154,27 @@ class StagedNames:
         self._fresh.setdefault(chunk.table, set()).add(chunk.inode)
         self._fresh_since_s[chunk.table] = self._now_s()
 
+    def copying_goes_on(self, table: ChunkTable) -> None:
+        """Something was made in a namespace, or is about to be."""
+        if table in self._fresh:
+            self._fresh_since_s[table] = self._now_s()
+
+    def copying_is_over(self, table: ChunkTable) -> None:
+        """Nothing more is copied to a namespace; all its chunks have two links."""
+        self._fresh.pop(table, None)
+        self._fresh_since_s.pop(table, None)
+
     def is_fresh(self, chunk: Chunk) -> bool:
         """Whether a chunk is part of a copy that is under way."""
-        if not self._fresh or chunk.inode not in self._fresh.get(chunk.table, ()):
+        table = chunk.table
+        if not self._fresh or chunk.inode not in self._fresh.get(table, ()):
             return False
-        if self._now_s() - self._fresh_since_s[chunk.table] < FRESH_S:
+        if self._now_s() - self._fresh_since_s[table] < FRESH_S:
             return True
-        del self._fresh[chunk.table], self._fresh_since_s[chunk.table]
+        if any(file.table is table for file in self.open_files):  # it may wait long for room
+            self.copying_goes_on(table)
+            return True
+        self.copying_is_over(table)
         return False
 
     def draft(self, name: str) -> Draft | None:
@@ -172,16 +199,31 @@ class StagedNames:
     def link(self, parent_inode: int, chunk: Chunk) -> None:
         """A chunk was copied to this directory, or linked there; those of drafts show it."""
         if self._num_links < MAX_LINKS and (links := self._links.get(parent_inode)) is not None:
+            self._num_links += chunk.file_name.encode() not in links
             links[chunk.file_name.encode()] = chunk
-            self._num_links += 1
 
     def listed(self, parent_inode: int) -> Iterator[StagedFile | DraftDirectory | Chunk]:
         """What a directory of a draft shows."""
         yield from self._directories.get(parent_inode, {}).values()
-        yield from self._links.get(parent_inode, {}).values()
+        yield from self._linked(parent_inode)
         for (inode, name), file in self.files.items():
             if inode == parent_inode and not name.startswith(b"."):
                 yield file
+
+    def below(self, directory: DraftDirectory) -> Iterator[Chunk]:
+        """The chunks that a directory of a draft shows, and all directories in it."""
+        waiting = [directory.inode]
+        while waiting:
+            inode = waiting.pop()
+            yield from self._linked(inode)
+            waiting.extend(inner.inode for inner in self._directories.get(inode, {}).values())
+
+    def _linked(self, parent_inode: int) -> list[Chunk]:
+        links = self._links.get(parent_inode, {})
+        for name in [name for name, chunk in links.items() if chunk.is_removed]:
+            del links[name]
+            self._num_links -= 1
+        return [*links.values()]
 
     def make_directory(self, parent_inode: int, directory: DraftDirectory) -> None:
         """A directory was made in a draft."""
@@ -213,6 +255,8 @@ class StagedNames:
         """A draft is not found any more, nor its directories. Files keep their names."""
         if self.drafts.get(draft.name) is draft:
             del self.drafts[draft.name]
+        if draft.table is not None:
+            self.copying_is_over(draft.table)
         for parent_inode, directories in list(self._directories.items()):
             for name in [name for name, directory in directories.items() if directory.draft is draft]:
                 self.remove_directory(parent_inode, name)

@@ -160,8 +160,8 @@ class Tree:
         # It may have become a namespace, or be a draft no more.
         return next((now for now in self.nodes(node.draft) if now.role is node.role), None)
 
-    def lookup(self, parent: Node, name: bytes) -> Node | None:
-        """What `name` stands for in `parent`; None if there is no such name.
+    def lookup(self, parent: Node, name: bytes, viewer: int | None = None) -> Node | None:
+        """What `name` stands for in `parent`; None if there is no such name, for this process at least.
 
         Raises Refused (ENOTDIR, ENAMETOOLONG).
         """
@@ -179,15 +179,15 @@ class Tree:
         if parent.role is Role.CHUNKS:
             return None if parent.table is None else _chunk(parent.table, name)
         if parent.role is Role.PREFIXES:
-            is_shown = parent.table is not None and parent.draft is None
-            return parent.table.prefixes.directories.get(_text(name)) if is_shown and parent.table else None
+            table = parent.table
+            return table.prefixes.directories.get(_text(name)) if table is not None and _is_whole(parent) else None
         if parent.role is Role.ROOT and (nodes := self._nodes_of(name)) is not None:
             return nodes.directory
-        fixed = self._top if parent.role is Role.ROOT else self.entries(parent)
+        fixed = self._top if parent.role is Role.ROOT else self.entries(parent, viewer)
         return next((node for node in fixed if self.name(node) == name), None)
 
-    def entries(self, directory: Node) -> list[Node]:
-        """What a directory holds now; raises Refused (ENOTDIR).
+    def entries(self, directory: Node, viewer: int | None = None) -> list[Node]:
+        """What a directory holds now, as this process is to see it; raises Refused (ENOTDIR).
 
         What was built on a chunk comes before it, so that `rm -r` works from the leaves up: removing a chunk first
         would make orphans of all that follow, one by one.
@@ -204,11 +204,11 @@ class Tree:
                 case Role.CONTROL:
                     return [*self._control]
                 case Role.NAMESPACE:
-                    return [*self._shown(table or draft)]
+                    return [*self._shown(table or draft, viewer)]
                 case Role.CHUNKS:
                     chunks = reversed(table.chunks.values()) if table is not None else ()
                     return [*self.staged.listed(directory.inode), *chunks]
-                case Role.PREFIXES if table is not None and draft is None:
+                case Role.PREFIXES if table is not None and _is_whole(directory):
                     return [*table.prefixes.directories.values()]
                 case Role.PREFIXES:
                     return [*self.staged.listed(directory.inode)]
@@ -233,10 +233,10 @@ class Tree:
     def attributes(self, node: Node) -> Attributes:
         """What `stat` says of a node. A removed chunk that somebody still holds has no links left."""
         if isinstance(node, Chunk):
-            created = node.created_ns
+            created, is_fresh = node.created_ns, self.staged.is_fresh(node)
             return Attributes(
-                node.inode, CHUNK_MODE, 0 if node.is_removed else 1 if self.staged.is_fresh(node) else 2, node.length, _CHUNK_BLOCK_BYTES, created,
-                node.last_used_ns, created, TIMEOUT_S,
+                node.inode, CHUNK_MODE, 0 if node.is_removed else 1 if is_fresh else 2, node.length, _CHUNK_BLOCK_BYTES,
+                created, node.last_used_ns, created, 0 if is_fresh else TIMEOUT_S,
             )  # fmt: skip
         if isinstance(node, PrefixDirectory):
             # Touches go from the tail of a prefix to its head: the first chunk was used last.
@@ -303,6 +303,19 @@ class Tree:
             return None
         del self._hidden[table], self._tables[name]
         return table
+
+    def make_again(self, home: ChunkTable | Draft, name: bytes) -> Fixed | None:
+        """Let a directory of a namespace that was removed be there again; None if it was not."""
+        nodes = self.nodes(home)
+        table = nodes.directory.table
+        hidden = self._hidden.get(table) if table is not None else None
+        node = next((node for node in (nodes.chunks, nodes.prefixes) if node.name == name), None)
+        if hidden is None or node is None or node.role not in hidden.roles:
+            return None
+        hidden.roles.discard(node.role)
+        again = self._new(node.role, name, table, node.draft)  # with a new inode, see `nodes`
+        self._tables[nodes.directory.name] = TableNodes(*(again if other is node else other for other in nodes))
+        return again
 
     def places(self, chunk: Chunk, directory: PrefixDirectory[Chunk] | None) -> list[tuple[int, bytes]]:
         """Both names of a chunk that is, or was, in `directory`: inode of the parent, and name."""
@@ -396,12 +409,14 @@ class Tree:
                 return node
         raise Refused(errno.ENFILE)  # the store takes a hundredth of so many namespaces
 
-    def _shown(self, home: ChunkTable | Draft | None) -> list[Fixed]:
+    def _shown(self, home: ChunkTable | Draft | None, viewer: int | None = None) -> list[Fixed]:
         """What the directory of a namespace holds."""
         nodes = self.nodes(home)
         table = nodes.directory.table
         hidden = self._hidden.get(table) if table is not None else None
-        return [node for node in nodes[1:] if _is_made(node) and (hidden is None or node.role not in hidden.roles)]
+        return [
+            node for node in nodes[1:] if _is_made(node, viewer) and (hidden is None or node.role not in hidden.roles)
+        ]
 
     def _hide(self, node: Fixed) -> None:
         """A name of a namespace is removed."""
@@ -427,11 +442,16 @@ def _uses(table: ChunkTable) -> tuple[int, int]:
     return table.num_attached, table.num_stored
 
 
-def _is_made(node: Fixed) -> bool:
-    """Whether whoever copies a namespace has made this part of it."""
+def _is_made(node: Fixed, viewer: int | None) -> bool:
+    """Whether this part of a namespace is there for a process."""
     if node.role is Role.NAMESPACE_JSON:
         return node.table is not None
-    return node.draft is None or node.name in node.draft.made
+    return node.draft is None or not node.draft.hides(node.name, viewer)
+
+
+def _is_whole(node: Fixed) -> bool:
+    """Whether a directory of a namespace shows all there is, and not only what whoever copies has made."""
+    return node.draft is None or node.name not in node.draft.made
 
 
 def is_directory(node: Node) -> bool:

@@ -74,6 +74,9 @@ def import_(
         work = functools.partial(_from_directory, path, tree, done)
     try:
         done.interrupted = not progress.run(path, work, "importing", total, is_bytes=True)
+        for name in done.namespaces:
+            with contextlib.suppress(OSError):
+                os.utime(os.path.join(path, name))  # nothing more comes: its files may show both their links
     except KvfsError:
         if done.chunks:
             typer.echo(f"kvfs: {done.sentence('imported')}, before this:", err=True)
@@ -216,9 +219,11 @@ def _make(path: str, namespace: Namespace, done: Copied) -> None:
     top = os.path.join(path, namespace.directory)
     if namespace.directory not in done.namespaces:
         done.namespaces.append(namespace.directory)
-    if os.path.exists(os.path.join(top, _JSON)):
-        return
     try:
+        if os.path.exists(os.path.join(top, _JSON)):
+            if not os.path.exists(os.path.join(top, "chunks")):  # it was removed
+                os.mkdir(os.path.join(top, "chunks"))
+            return
         with contextlib.suppress(FileExistsError):
             os.mkdir(top)
         write_whole(os.path.join(top, _JSON), namespaces.encode(namespace))

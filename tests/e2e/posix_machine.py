@@ -32,7 +32,7 @@ SUFFIX = ".safetensors"
 PARTS = ("namespace.json", "chunks", "prefixes")
 KEY = re.compile(r"[0-9a-f]{32}")
 SOON_S = 0.9  # the kernel may believe a name or an attribute for a second; ours are taken back sooner
-FRESH_S = 55.0  # what was copied in shows one link for a minute after the last copy
+FRESH_S = 1.5  # what was copied in shows one link for three seconds after the last copy
 FACTS = ("dirty", "tier", "hits", "position", "tokens", "parent", "key", "checksum")  # what is clean stays clean
 
 a_path = st.sampled_from(PATHS)

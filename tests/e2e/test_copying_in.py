@@ -173,6 +173,99 @@ def test_rsync(source: Any, target: Any, engines: Any, wait: Any) -> None:
     assert "Number of regular files transferred: 0" in succeeds(*command, "-H")
 
 
+def occupied(path: Path) -> int:
+    return int(succeeds("du", "-s", "--block-size=1", path).split()[0])
+
+
+def exported(source: Any, to: Path) -> Path:
+    """The namespace in a directory, without a prefix view."""
+    succeeds(sys.executable, "-m", "kvfs.tools.cli", "export", source.directory.parent, source.directory.name, to)
+    return to / source.directory.name
+
+
+def test_a_namespace_that_was_exported(source: Any, target: Any, engines: Any, wait: Any, tmp_path: Path) -> None:
+    """`cp -r` makes no prefixes/ then; it is there all the same, for everybody else at once."""
+    plain = exported(source, tmp_path / "exported")
+    assert sorted(os.listdir(plain)) == ["chunks", "namespace.json"]
+    succeeds("cp", "-r", plain, target.path)
+    assert is_copied(source, target)
+    made = target.path / plain.name
+    assert sorted(os.listdir(made)) == ["chunks", "namespace.json", "prefixes"]
+    tree = succeeds(sys.executable, "-m", "kvfs.tools.cli", "tree", target.path)
+    assert source.key("q")[:8] in tree
+    check_copy(source, target, engines)
+
+
+@pytest.mark.parametrize("tool", ["cp -r", "cp -a", "rsync -a", "rsync -aH", "tar", "import"])
+def test_removal_right_after_a_copy(source: Any, target: Any, engines: Any, tmp_path: Path, tool: str) -> None:
+    """Of a prefix first, then of the chunks, so that half a namespace is left; then of all. Each can be copied again."""
+    if tool.startswith("rsync") and shutil.which("rsync") is None:
+        pytest.skip("there is no rsync")
+    plain = tmp_path / source.directory.name
+    succeeds("cp", "-a", source.directory, tmp_path / "plain")
+    os.rename(tmp_path / "plain", plain)
+    made = target.path / plain.name
+
+    def copy() -> None:
+        if tool == "import":
+            command = [sys.executable, "-m", "kvfs.tools.cli", "import", str(target.path), str(plain)]
+            assert run(*command).returncode == 0
+        elif tool == "tar":
+            with subprocess.Popen(["tar", "-C", plain.parent, "-c", plain.name], stdout=subprocess.PIPE) as tar:
+                succeeds("tar", "-C", target.path, "-x", "--overwrite", stdin=tar.stdout)
+        else:
+            succeeds(*tool.split(), plain, target.path)
+        assert is_copied(source, target)
+
+    copy()
+    top = made / "prefixes" / source.key("a")
+    below = {name for _, _, names in os.walk(top) for name in names}
+    succeeds("rm", "-rf", top)
+    assert set(os.listdir(made / "chunks")) == set(os.listdir(source.chunks)) - below
+    copy()
+    succeeds("rm", "-rf", made / "chunks")
+    assert not (made / "chunks").exists()
+    copy()
+    for _ in range(2):
+        succeeds("rm", "-rf", made)
+        assert not made.exists()
+        assert status(target.path)["num_chunks"] == 0
+        copy()
+    check_copy(source, target, engines)
+
+
+@pytest.mark.parametrize("tool", ["cp -r", "cp -a", "rsync -a", "tar", "import"])
+def test_what_a_copy_occupies(source: Any, target: Any, wait: Any, tmp_path: Path, tool: str) -> None:
+    """Each chunk counts once, as soon as the copy is over: at once if it says so, seconds later if it does not."""
+    if tool.startswith("rsync") and shutil.which("rsync") is None:
+        pytest.skip("there is no rsync")
+    made = target.path / source.directory.name
+    if tool == "import":
+        plain = exported(source, tmp_path / "exported")
+        assert run(sys.executable, "-m", "kvfs.tools.cli", "import", target.path, plain).returncode == 0
+    elif tool == "tar":
+        with subprocess.Popen(
+            ["tar", "-C", source.directory.parent, "-c", source.directory.name], stdout=subprocess.PIPE
+        ) as tar:
+            succeeds("tar", "-C", target.path, "-x", stdin=tar.stdout)
+    else:
+        succeeds(*tool.split(), source.directory, target.path)
+    if tool in ("cp -r", "rsync -a"):
+        wait(lambda: occupied(made) == occupied(source.directory), "the copy is over", 10.0)
+    assert occupied(made) == occupied(source.directory)
+
+
+def test_a_namespace_by_hand(source: Any, target: Any, engines: Any) -> None:
+    """Its directory, its namespace.json, and chunks one by one; nothing else has to be made."""
+    made = target.path / source.directory.name
+    succeeds("mkdir", made)
+    succeeds("cp", source.directory / "namespace.json", f"{made}/")
+    for file in sorted(source.chunks.iterdir()):
+        succeeds("cp", file, f"{made}/chunks/")
+    assert is_copied(source, target)
+    check_copy(source, target, engines)
+
+
 def test_rsync_with_links(source: Any, target: Any, engines: Any, wait: Any) -> None:
     """Pins and limits come along."""
     if shutil.which("rsync") is None:

@@ -460,6 +460,7 @@ class Machine(PosixMachine):
         for path in paths:
             if path != bad:
                 self.is_copied(path, is_new=True)
+        self.copied = dict.fromkeys(self.copied, False)  # the time of the directory says that the copy is over
 
     def write_json(self) -> None:
         """The namespace.json by hand: wrong ones are refused."""

@@ -21,6 +21,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -185,7 +186,7 @@ class _Mount:
 
 
 mount: _Mount
-CONTEXT: Any = None
+CONTEXT: Any = SimpleNamespace(pid=1)
 
 
 def name(raw: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,8 @@ from kvfs.namespace import Namespace
 from kvfs.opening import open_store
 from kvfs.store import Store
 from kvfs.system import System
+
+COPIER = 4711  # the process that makes a draft
 
 
 class Clock(System):
@@ -117,6 +119,12 @@ def table(mount: Mount) -> ChunkTable:
 async def refused(waiting: object) -> int:
     with pytest.raises(Refused) as caught:
         await waiting  # type: ignore[misc]
+    return caught.value.errno
+
+
+def refused_by(call: Callable[[], object]) -> int:
+    with pytest.raises(Refused) as caught:
+        call()
     return caught.value.errno
 
 
@@ -213,12 +221,15 @@ async def test_a_copy_of_a_namespace_shows_what_was_made(mount: Mount) -> None:
     """Until nothing was done for a while, or the time of the directory is set, as cp and tar do at their end."""
     name = mount.namespace.directory
     for quiet in (False, True):
-        mount.copying.make_directory(mount.tree.root, name.encode())
+        mount.copying.make_directory(mount.tree.root, name.encode(), COPIER)
         await mount.write(name, "namespace.json", namespaces.encode(mount.namespace))
-        assert mount.find(f"{name}/chunks") is None
+        assert mount.tree.lookup(mount.at(name), b"chunks", COPIER) is None
+        assert mount.find(f"{name}/chunks") is not None
         mount.copying.make_directory(mount.at(name), b"chunks")
         key, raw = chunk_file(mount.namespace, "a")
         await mount.write(f"{name}/chunks", file_name(key), raw)
+        assert mount.tree.lookup(mount.at(name), b"prefixes", COPIER) is None
+        assert len(mount.tree.entries(mount.at(f"{name}/prefixes"))) == 1
         mount.copying.make_directory(mount.at(name), b"prefixes")
         assert mount.tree.entries(mount.at(f"{name}/prefixes")) == []
         made = mount.copying.make_directory(mount.at(f"{name}/prefixes"), key.hex().encode())
@@ -235,14 +246,87 @@ async def test_a_copy_of_a_namespace_shows_what_was_made(mount: Mount) -> None:
         await mount.store.remove(list(table.chunks.values()))
 
 
+async def test_a_namespace_without_prefixes_is_whole(mount: Mount) -> None:
+    """What was exported has no prefixes/: all but whoever copies find it at once, and that one when the copy is over."""
+    name = mount.namespace.directory
+    mount.copying.make_directory(mount.tree.root, name.encode(), COPIER)
+    assert mount.tree.entries(mount.at(name)) == []
+    await mount.write(name, "namespace.json", namespaces.encode(mount.namespace))
+    mount.copying.make_directory(mount.at(name), b"chunks", COPIER)
+    key, raw = chunk_file(mount.namespace, "a")
+    await mount.write(f"{name}/chunks", file_name(key), raw)
+    chunk = mount.store.catalog.tables[name].chunks[key]
+
+    def seen(viewer: int) -> list[bytes]:
+        return [mount.tree.name(node) for node in mount.tree.entries(mount.at(name), viewer)]
+
+    assert seen(1) == [b"namespace.json", b"chunks", b"prefixes"]
+    assert seen(COPIER) == [b"namespace.json", b"chunks"]
+    assert mount.find(f"{name}/prefixes/{key.hex()}/{chunk.file_name}") is chunk
+    mount.clock.now_s += QUIET_S
+    assert seen(COPIER) == [b"namespace.json", b"chunks", b"prefixes"]
+
+
+async def test_what_a_draft_shows_goes_with_its_chunk(mount: Mount) -> None:
+    """So that its directories can be removed, as long as it takes; what was removed can be made again."""
+    name = mount.namespace.directory
+    mount.copying.make_directory(mount.tree.root, name.encode(), COPIER)
+    await mount.write(name, "namespace.json", namespaces.encode(mount.namespace))
+    prefixes = mount.copying.make_directory(mount.at(name), b"prefixes", COPIER)
+    key, raw = chunk_file(mount.namespace, "a")
+    made = mount.copying.make_directory(prefixes, key.hex().encode())
+    await mount.write(f"{name}/prefixes/{key.hex()}", file_name(key), raw)
+    chunk = mount.store.catalog.tables[name].chunks[key]
+    assert mount.tree.entries(made) == [chunk]
+    assert refused_by(lambda: mount.copying.remove_directory(prefixes, key.hex().encode())) == errno.ENOTEMPTY
+    mount.clock.now_s += QUIET_S - 1
+    assert not mount.copying.unlink(made, chunk.file_name.encode())
+    await mount.store.remove([chunk], "rm")
+    mount.clock.now_s += QUIET_S - 1
+    assert mount.tree.entries(made) == []
+    assert mount.copying.remove_directory(prefixes, key.hex().encode())
+    assert mount.tree.entries(mount.at(f"{name}/prefixes")) == []
+    for directory in (b"prefixes", b"chunks"):
+        before = mount.at(f"{name}/{directory.decode()}")
+        assert not mount.copying.remove_directory(mount.at(name), directory)
+        assert mount.tree.remove_directory(mount.at(name), directory) is None
+        assert mount.find(f"{name}/{directory.decode()}") is None
+        again = mount.copying.make_directory(mount.at(name), directory)
+        assert mount.at(f"{name}/{directory.decode()}") is again
+        assert again.inode != before.inode  # the kernel does not look into what it saw removed
+    mount.clock.now_s += QUIET_S
+    assert mount.tree.remove_directory(mount.at(name), b"chunks") is None
+    mount.copying.make_directory(mount.at(name), b"chunks")
+    await mount.write(f"{name}/chunks", file_name(key), raw)
+    with pytest.raises(Refused):
+        mount.copying.make_directory(mount.at(name), b"chunks")
+
+
 async def test_a_chunk_that_was_copied_in_shows_one_link_for_a_while(mount: Mount, table: ChunkTable) -> None:
     """Else `cp -a` would unlink it when it comes to its other name."""
     key, raw = chunk_file(mount.namespace, "a")
     await mount.write(f"{table.directory}/chunks", file_name(key), raw)
     chunk = table.chunks[key]
     assert mount.tree.attributes(chunk).links == 1
+    assert mount.tree.attributes(chunk).timeout_s == 0  # the kernel asks again
+    mount.clock.now_s += FRESH_S - 1
+    waiting = mount.copying.create(mount.at(f"{table.directory}/chunks"), b".next")
+    mount.clock.now_s += 100 * FRESH_S  # for room
+    assert mount.tree.attributes(chunk).links == 1
+    mount.copying.release(waiting)
+    assert mount.tree.attributes(chunk).links == 1
     mount.clock.now_s += FRESH_S
     assert mount.tree.attributes(chunk).links == 2
+    assert mount.copying.unlink(mount.at(f"{table.directory}/chunks"), b".next")
+
+
+async def test_a_copy_is_over_when_it_says_so(mount: Mount, table: ChunkTable) -> None:
+    """By setting the time of the namespace, as its last step."""
+    key, raw = chunk_file(mount.namespace, "a")
+    await mount.write(f"{table.directory}/chunks", file_name(key), raw)
+    assert mount.tree.attributes(table.chunks[key]).links == 1
+    mount.copying.touched(mount.at(table.directory), None)
+    assert mount.tree.attributes(table.chunks[key]).links == 2
 
 
 async def test_a_namespace_that_is_removed_meanwhile(mount: Mount, table: ChunkTable) -> None:
