@@ -63,6 +63,9 @@ def tells_errors(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def told(*args: Any, **kwargs: Any) -> None:
         try:
+            for value in kwargs.values():
+                if value == "" or (isinstance(value, list) and "" in value):
+                    raise UsageError("an argument is empty: was a variable meant that is not set?")
             command(*args, **kwargs)
         except KvfsError as error:
             typer.echo(f"kvfs: {error}", err=True)
@@ -125,7 +128,11 @@ def main() -> None:
 def _sentence(error: Any) -> str:
     """What is wrong with a command line, in one line, and where to look."""
     said = " ".join(error.format_message().split()).removesuffix(".")
-    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "kvfs"
+    if getattr(error, "ctx", None) is not None:
+        command = error.ctx.command_path
+    else:  # an option without its argument
+        names = {command.name for command in app.registered_commands}
+        command = f"kvfs {sys.argv[1]}" if sys.argv[1:2] and sys.argv[1] in names else "kvfs"
     return f"{said[:1].lower()}{said[1:]}; `{command} --help` shows what there is"
 
 

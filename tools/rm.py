@@ -26,7 +26,7 @@ from kvfs.errors import KvfsError, UnavailableError, UsageError
 from kvfs.tools import listing, mounted, progress
 from kvfs.tools.mounted import Beat
 from kvfs.tools.progress import STEP_DEADLINE_S, Track
-from kvfs.tools.selecting import checked_prefix, find_prefixes, is_prefix, names_in, outermost
+from kvfs.tools.selecting import checked_prefix, find_prefixes, is_prefix, names_in, outermost, unmatched_sentence
 from kvfs.tools.words import format_count
 
 EXAMPLES = """
@@ -42,9 +42,9 @@ kvfs rm /mnt/kvfs --older-than 12h --dry-run
 
 Says what that would remove of every namespace.
 
-kvfs rm /mnt/kvfs SmolLM2
+kvfs rm /mnt/kvfs SmolLM2 --all
 
-All chunks of a namespace.
+All chunks of a namespace. Without --all it asks at a terminal, and refuses elsewhere.
 
 kvfs rm /mnt/kvfs --namespace SmolLM2
 
@@ -85,7 +85,7 @@ class _Selection:
     Attributes:
         directories: for each namespace the prefixes that are removed; None: all.
         before_ns: only what was last used before this time; None: all.
-        unmatched: PATHs that fit no prefix.
+        unmatched: PATHs that fit no prefix, while others did.
         goes_whole: whether the namespaces themselves go.
     """
 
@@ -119,34 +119,44 @@ def remove(
     older_than: Annotated[
         str | None, typer.Option("--older-than", metavar="AGE", help="Only what was last used so long ago: 90s, 3d.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Of every namespace.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All chunks of NAMESPACE, or of every namespace if none is named.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and leave it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The summary in bytes, for programs.")] = False,
 ) -> None:
     """Remove prefixes, a namespace or all its chunks, or what was not used for long.
 
-    It does not ask. What is removed is gone for good when this returns.
+    What is removed is gone for good when this returns. It asks only before it empties a namespace that was named
+    without --all or --namespace.
     """
     named = [*([namespace] if namespace is not None else []), *(what or ())]
     if not named and not everything and older_than is None:
         raise UsageError(
             "say what to remove: a NAMESPACE, a PREFIX, or --all for everything, with --older-than AGE if only so old"
         )
-    if named and everything:
-        raise UsageError(f"say either {named[0]!r} or --all, not both")
+    if everything and (namespace is not None or len(named) > 1):
+        raise UsageError(f"say either {named[-1]!r} or --all, not both")
+    if namespace is not None and older_than is not None:
+        raise UsageError(
+            f"--namespace takes all of it: for what is old say kvfs rm {mountpoint} NAMESPACE --older-than AGE"
+        )
     age_s = None if older_than is None else parse_duration(older_than, "--older-than")
     for prefix in named[1:]:
         checked_prefix(prefix)
     path = mounted.find(mountpoint)
-    selection = mounted.ask(path, lambda beat: _named(path, named, is_namespace=namespace is not None, beat=beat))
-    if namespace is not None and len(named) == 1 and age_s is None:
-        selection.goes_whole = True
+    selection = mounted.ask(
+        path, lambda beat: _named(path, named, is_namespace=namespace is not None or everything, beat=beat)
+    )
+    selection.goes_whole = namespace is not None and len(named) == 1
     if age_s is not None:
         selection.before_ns = time.time_ns() - int(age_s * 1e9)
     for prefix in selection.unmatched:
-        typer.echo(f"kvfs: no prefix is named {prefix} (any more)", err=True)
+        typer.echo(f"kvfs: {unmatched_sentence([prefix])}", err=True)
 
     found = mounted.ask(path, lambda beat: _count(path, selection, beat))
+    if named and not (everything or selection.goes_whole or dry_run) and age_s is None:
+        _confirm_emptied(mountpoint, selection, found)
     done = Removal(list(selection.directories))
     if dry_run:
         done = found
@@ -169,6 +179,22 @@ def remove(
         typer.echo(f"kvfs: {begin}{_sentence(done)}")
     if done.interrupted:
         raise KeyboardInterrupt
+    if selection.goes_whole and len(done.removed_namespaces) < len(selection.directories):
+        raise typer.Exit(1)  # the reason was told
+
+
+def _confirm_emptied(mountpoint: str, selection: _Selection, found: Removal) -> None:
+    """Go on only if nobody empties a namespace because a pattern of the shell's came to nothing."""
+    whole = [name for name, directories in selection.directories.items() if directories is None]
+    if not whole or not found.chunks:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError(
+            f"this is all of {whole[0]}, {format_count(found.chunks, 'chunk')}: say kvfs rm {mountpoint} {whole[0]} --all"
+        )
+    if not typer.confirm(f"Remove all {format_count(found.chunks, 'chunk')} of {whole[0]}, for good?", err=True):
+        typer.echo("kvfs: nothing was removed", err=True)
+        raise typer.Exit(1)
 
 
 def _sentence(done: Removal) -> str:
@@ -186,10 +212,7 @@ def _named(path: str, named: list[str], *, is_namespace: bool, beat: Beat) -> _S
     if not is_namespace and is_prefix(first):
         names = listing.namespace_names(path)
         if not any(name.startswith(first) for name in names):
-            selection = _select(path, names, [checked_prefix(prefix) for prefix in named], beat)
-            if not selection.directories:
-                raise UsageError(f"there is neither a namespace nor a prefix {first!r} in {path}")
-            return selection
+            return _select(path, names, [checked_prefix(prefix) for prefix in named], beat)
     return _select(path, [listing.find_namespace(path, first, beat)], [checked_prefix(p) for p in named[1:]], beat)
 
 
@@ -224,7 +247,7 @@ def _select(path: str, names: list[str] | None, prefixes: list[str], beat: Beat)
     if not prefixes:
         return _Selection(dict.fromkeys(names))
     found: dict[str, list[str] | None] = {}
-    unmatched = []
+    unmatched: list[str] = []
     for prefix in prefixes:
         places = {name: find_prefixes(path, name, prefix, beat) for name in names}
         if not any(places.values()):
@@ -232,6 +255,8 @@ def _select(path: str, names: list[str] | None, prefixes: list[str], beat: Beat)
         for name, of_this in places.items():
             if of_this:
                 found[name] = outermost([*(found.get(name) or ()), *of_this])
+    if not found:
+        raise UsageError(unmatched_sentence(unmatched, path, names))
     return _Selection(found, unmatched=unmatched)
 
 

@@ -217,7 +217,7 @@ def test_no_room(source: Mount, tmp_path: Path) -> None:
     """What does not fit ends it with one sentence, after what was done; here everything is leased by readers."""
     keys = store(source.path, list(range(16 * 3)))
     assert kvfs("export", source.path, "tiny", tmp_path / "plain").returncode == 0
-    assert kvfs("rm", source.path, "tiny").returncode == 0
+    assert kvfs("rm", source.path, "tiny", "--all").returncode == 0
     chunks = source.path / NAME / "chunks"
     for number in range(1024):  # as many files as may be staged
         os.close(os.open(chunks / f".{number}", os.O_CREAT | os.O_WRONLY))
