@@ -18,7 +18,7 @@ from kvfs.client import Client
 from kvfs.durations import parse_duration
 from kvfs.errors import UsageError
 from kvfs.keys import KeyChain, root
-from kvfs.tools import rm
+from kvfs.tools import removing, rm
 
 from .conftest import DEADLINE_S, KVFS, NAMESPACE, Mount, kvfs, store, wait_for
 
@@ -227,6 +227,24 @@ def test_a_chunk_is_as_young_as_what_was_built_on_it(mount: Mount) -> None:
     assert kvfs("umount", mount.path).returncode == 0
 
 
+def test_many_branches_go_at_a_time(mount: Mount) -> None:
+    """By several threads, and still each chunk after all that was built on it."""
+    mount.start()
+    for first in range(3):
+        for second in range(4):
+            store(
+                mount.path, [*range(first * 1000, first * 1000 + 32), *range(9000 + 100 * second, 9064 + 100 * second)]
+            )
+    chunks = mount.path / NAMESPACE.directory / "chunks"
+    parents = {path.stem: os.getxattr(path, "user.kvfs.parent").decode() for path in chunks.iterdir()}
+    assert len(parents) == 3 * (2 + 4 * 4)
+    assert mount.json("rm", "tiny", "--all")["chunks"] == len(parents)
+    order = {key: place for place, key in enumerate(removed(mount))}
+    assert all(order[key] < order[parent] for key, parent in parents.items() if parent in parents)
+    assert os.listdir(mount.path / NAMESPACE.directory / "prefixes") == []
+    assert kvfs("umount", mount.path).returncode == 0
+
+
 def test_what_was_stored_before_its_beginning_goes_first(mount: Mount) -> None:
     """The second half of a prompt became visible before the first: it joined it when that came."""
     mount.start()
@@ -243,11 +261,11 @@ def test_what_others_remove_meanwhile_is_no_error(mount: Mount) -> None:
     keys = store(mount.path, list(range(48)))
     names = [f"{key}.safetensors" for key in keys]
     chunks, prefix = (mount.path / NAMESPACE.directory / part for part in ("chunks", f"prefixes/{keys[0]}"))
-    victims = [rm._Victim(str(prefix / name), str(chunks / name), 1) for name in names]
+    victims = [removing.Victim(str(prefix / name), str(chunks / name), 1) for name in names]
     store(mount.path, [*range(16), *range(100, 132)])
     assert not (prefix / names[2]).exists()
-    assert rm._unlink(str(mount.path), victims[2])
-    assert not rm._unlink(str(mount.path), victims[2])
+    assert removing.unlink(str(mount.path), victims[2])
+    assert not removing.unlink(str(mount.path), victims[2])
     assert stored(mount).isdisjoint(keys[2:])
 
     store(mount.path, list(range(1000, 1000 + 16 * 100)))
