@@ -10,7 +10,7 @@
     └── UnavailableError     the daemon or a device did not answer in time; says nothing about the bytes
 
 Only `CorruptChunk` allows a chunk to be deleted. The errno for each class is chosen in `kvfs.mount.errnos`, the
-exit code in `kvfs.tools.cli`.
+exit code in `kvfs.tools.commands`.
 """
 
 

@@ -1,133 +1,39 @@
-"""The `kvfs` command: its subcommands, and what becomes of errors.
+"""Entry point of the `kvfs` script: Ctrl-C ends it with exit code 130 at any time, without a traceback.
 
-a mistyped command  one sentence on stderr, exit code 2
-UsageError          one sentence on stderr, exit code 2
-other KvfsError     one sentence on stderr, exit code 1
-Ctrl-C              exit code 130
-any other exception a defect: the traceback is shown
+What takes long to import is imported in here, after Ctrl-C has been provided for. The commands are in `commands`.
 """
 
 from __future__ import annotations
 
-import functools
+import os
+import signal
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from types import FrameType
 
-import typer
-
-import kvfs
-from kvfs.errors import KvfsError, UsageError
-from kvfs.tools import (
-    config,
-    destroy,
-    export,
-    fsck,
-    import_,
-    ls,
-    mount,
-    pin,
-    quota,
-    rm,
-    stat,
-    status,
-    tree,
-    umount,
-    verify,
-)
-from kvfs.tools import format as format_
-from kvfs.tools.bench import command as bench
-from kvfs.tools.words import printable
-
-# click's ClickException: typer brings click, or a copy of it, and shows neither.
-_Mistyped: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-
-app = typer.Typer(
-    name="kvfs",
-    rich_markup_mode=None,  # boxes cut the names of options on 80 columns
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def exit_code(error: KvfsError) -> int:
-    """The exit code for an error: whose fault it was."""
-    return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
-
-
-def tells_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Make a command end with one sentence and an exit code where it raises on purpose."""
-
-    @functools.wraps(command)
-    def told(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except KvfsError as error:
-            typer.echo(f"kvfs: {printable(str(error))}", err=True)
-            raise typer.Exit(exit_code(error)) from error
-        except KeyboardInterrupt as error:
-            raise typer.Exit(EXIT_INTERRUPTED) from error
-
-    return told
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"kvfs {kvfs.__version__}")
-        raise typer.Exit
-
-
-@app.callback(epilog="Example: kvfs mount /mnt/kvfs --ram 4GiB --nvme /data/kvfs:64GiB")
-def main_options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Say which version this is.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Keep the KV cache of LLM inference engines in RAM and on NVMe, and show it as files.
-
-    Engines are pointed at the mount; you look after it with ls, du, getfattr, cp and rm.
-    """
-
-
-app.command("mount", epilog=mount.EXAMPLES)(tells_errors(mount.mount))
-app.command("umount", epilog=umount.EXAMPLES)(tells_errors(umount.umount))
-app.command("status", epilog=status.EXAMPLES)(tells_errors(status.status))
-app.command("ls", epilog=ls.EXAMPLES)(tells_errors(ls.list_cache))
-app.command("tree", epilog=tree.EXAMPLES)(tells_errors(tree.tree))
-app.command("stat", epilog=stat.EXAMPLES)(tells_errors(stat.stat))
-app.command("rm", epilog=rm.EXAMPLES)(tells_errors(rm.remove))
-app.command("pin", epilog=pin.PIN_EXAMPLES)(tells_errors(pin.pin))
-app.command("unpin", epilog=pin.UNPIN_EXAMPLES)(tells_errors(pin.unpin))
-app.command("quota", epilog=quota.EXAMPLES)(tells_errors(quota.quota))
-app.command("verify", epilog=verify.EXAMPLES)(tells_errors(verify.verify))
-app.command("config", epilog=config.EXAMPLES)(tells_errors(config.show_settings))
-app.command("format", epilog=format_.EXAMPLES)(tells_errors(format_.make_volume))
-app.command("fsck", epilog=fsck.EXAMPLES)(tells_errors(fsck.fsck))
-app.command("destroy", epilog=destroy.EXAMPLES)(tells_errors(destroy.destroy))
-app.command("export", epilog=export.EXAMPLES)(tells_errors(export.export))
-app.command("import", epilog=import_.EXAMPLES)(tells_errors(import_.import_))
-app.command("bench", epilog=bench.EXAMPLES)(tells_errors(bench.bench))
 
 
 def main() -> None:
-    """Entry point of the `kvfs` script."""
-    arguments = sys.argv[1:]
+    """Run the command line. Where SIGINT is ignored, as for jobs in the background of a script, it stays so."""
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_ours:
+        signal.signal(signal.SIGINT, _leave)
+    from kvfs.tools import commands  # half a second
+
     try:
-        code = app(arguments or ["--help"], standalone_mode=False)
-    except _Mistyped as error:
-        typer.echo(f"kvfs: {printable(_sentence(error))}", err=True)
-        code = EXIT_USAGE
-    sys.exit(code or (0 if arguments else EXIT_USAGE))
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = commands.run(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    if is_ours:
+        signal.signal(signal.SIGINT, _leave)  # all is said; the interpreter would say where its threads are
+    sys.exit(code)
 
 
-def _sentence(error: Any) -> str:
-    """What is wrong with a command line, in one line, and where to look."""
-    said = " ".join(error.format_message().split()).removesuffix(".")
-    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "kvfs"
-    return f"{said[:1].lower()}{said[1:]}; `{command} --help` shows what there is"
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End at once: nothing was begun yet, or all is done."""
+    os._exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

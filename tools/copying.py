@@ -54,6 +54,7 @@ class Copied:
         there: chunks that were there already.
         gone: chunks that were removed or evicted before they were read.
         refused: what is no chunk of its namespace, or could not be read.
+        evicted: how many of those that were copied in are not there any more; why: what they had no room in.
         interrupted: whether Ctrl-C ended it early.
     """
 
@@ -63,19 +64,26 @@ class Copied:
     there: int = 0
     gone: int = 0
     refused: list[Refused] = field(default_factory=list)
+    evicted: int = 0
+    why: str = ""
     interrupted: bool = False
 
     def sentence(self, verb: str) -> str:
         """One line for a person."""
         parts = [f"{verb} {format_count(self.chunks, 'chunk')}, {format_size(self.bytes)}"]
-        parts += [f"{self.there:,} were there already"] if self.there else []
+        parts += [f"{self.there:,} {_were(self.there)} there already"] if self.there else []
         parts += [f"{self.gone:,} went meanwhile"] if self.gone else []
         parts += [f"{len(self.refused):,} refused"] if self.refused else []
+        parts += [f"{self.evicted:,} {_were(self.evicted)} evicted again meanwhile: {self.why}"] if self.evicted else []
         return ("stopped: " if self.interrupted else "") + "; ".join(parts)
 
 
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
+
+
 def tell(done: Copied, verb: str, *, as_json: bool, is_stdout_taken: bool = False) -> NoReturn:
-    """Show the summary, and end with the exit code that says it: 0, 1 if anything was refused, or that of Ctrl-C."""
+    """Show the summary, and end with the exit code that says it: 0, 1 if anything was refused or evicted again, or that of Ctrl-C."""
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(done), indent=2), err=is_stdout_taken)
     else:
@@ -84,7 +92,7 @@ def tell(done: Copied, verb: str, *, as_json: bool, is_stdout_taken: bool = Fals
         typer.echo(f"kvfs: {done.sentence(verb)}", err=is_stdout_taken)
     if done.interrupted:
         raise KeyboardInterrupt
-    raise typer.Exit(1 if done.refused else 0)
+    raise typer.Exit(1 if done.refused or done.evicted else 0)
 
 
 def is_tar(place: str) -> bool:
@@ -92,9 +100,9 @@ def is_tar(place: str) -> bool:
     return place == STREAM or (not os.path.isdir(place) and place.endswith(".tar"))
 
 
-def write_whole(path: str, raw: bytes | memoryview, flags: int = os.O_TRUNC) -> None:
+def write_whole(path: str, raw: bytes | memoryview, mode: int = 0o640) -> None:
     """Write a file. Raises OSError, also for what close says."""
-    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | flags, 0o640)
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_TRUNC, mode)
     try:
         view = memoryview(raw)
         while view:

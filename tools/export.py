@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import io
 import os
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -27,6 +27,7 @@ from kvfs.tools import listing, mounted, progress
 from kvfs.tools.copying import STREAM, Copied, Pipe, Refused, StoppedError, is_tar, read_file, tell, write_whole
 from kvfs.tools.mounted import Beat
 from kvfs.tools.progress import Track
+from kvfs.tools.selecting import checked_prefix, find_prefixes, is_prefix, unmatched_sentence
 
 EXAMPLES = """
 kvfs export /mnt/kvfs SmolLM2 /backup/kv
@@ -41,6 +42,9 @@ kvfs export /mnt/kvfs SmolLM2 - | ssh other kvfs import /mnt/kvfs -
 
 From node to node.
 """
+
+_COMPRESSED = re.compile(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst)$")
+_DIRECTORY_MODE, _FILE_MODE = 0o700, 0o600  # what users asked can be computed from it
 
 
 def export(
@@ -64,7 +68,9 @@ def export(
     if destination == STREAM and sys.stdout.isatty():
         raise UsageError("an archive is nothing for a terminal: send it to a file or a program")
     name = mounted.ask(path, lambda beat: listing.find_namespace(path, namespace, beat))
-    chunks = mounted.ask(path, lambda beat: _select(os.path.join(path, name), prefixes, beat))
+    prefixes = [checked_prefix(prefix) for prefix in prefixes]
+    mounted.ask(path, lambda beat: _check_destination(path, name, destination, beat))
+    chunks = mounted.ask(path, lambda beat: _select(path, name, prefixes, beat))
     done = Copied([name])
     write = functools.partial(_to_tar if is_tar(destination) else _to_directory, path, name, chunks, destination, done)
     total = sum(size for _, size in chunks)
@@ -77,32 +83,48 @@ def export(
     tell(done, "exported", as_json=as_json, is_stdout_taken=destination == STREAM)
 
 
-def _select(root: str, prefixes: list[str], beat: Beat) -> list[tuple[str, int]]:
+def _check_destination(path: str, name: str, destination: str, beat: Beat) -> None:
+    """Raise UsageError for what is no place to write to: nothing is made by mistake."""
+    if destination == STREAM or os.path.isdir(destination):
+        return
+    if is_prefix(destination) and (set(destination) & set("*?[") or find_prefixes(path, name, destination, beat)):
+        raise UsageError(f"{destination!r} is the PATH of a prefix: say where to, too; ./{destination} is a directory")
+    if _COMPRESSED.search(destination):
+        raise UsageError(
+            f"archives are not compressed here: write to a name that ends in .tar, or - | gzip > {destination}"
+        )
+    parent = os.path.dirname(os.path.abspath(destination))
+    if not os.path.isdir(parent):
+        raise UsageError(f"cannot write to {destination}: there is no directory {parent}")
+
+
+def _select(path: str, name: str, prefixes: list[str], beat: Beat) -> list[tuple[str, int]]:
     """The names and sizes of the chunks to copy, parents first: all, or those of prefixes and what these stand on."""
+    root = os.path.join(path, name)
     names: set[str] = set()
     if not prefixes:
         names.update(os.listdir(os.path.join(root, "chunks")))
     for prefix in prefixes:
-        fitting = glob.glob(prefix.strip("/"), root_dir=os.path.join(root, "prefixes"))
-        if not fitting or not prefix.strip("/"):
-            raise UsageError(f"no prefix is named {prefix!r}: copy a PATH that `kvfs ls MOUNTPOINT NAMESPACE` prints")
+        fitting = find_prefixes(path, name, prefix, beat)
+        if not fitting:
+            raise UsageError(unmatched_sentence([prefix], path, [name]))
         for found in fitting:
-            for _, _, files in os.walk(os.path.join(root, "prefixes", found)):
+            for _, _, files in os.walk(found):
                 names.update(file for file in files if file.endswith(SUFFIX))
                 beat()
     positions: dict[str, int] = {}
     sizes: dict[str, int] = {}
     waiting = list(names)
     while waiting:
-        name = waiting.pop()
+        file = waiting.pop()
         beat()
-        path = os.path.join(root, "chunks", name)
+        place = os.path.join(root, "chunks", file)
         try:
-            sizes[name] = os.stat(path).st_size
-            positions[name] = int(os.getxattr(path, "user.kvfs.position"))
-            above = os.getxattr(path, "user.kvfs.parent").decode() + SUFFIX
+            sizes[file] = os.stat(place).st_size
+            positions[file] = int(os.getxattr(place, "user.kvfs.position"))
+            above = os.getxattr(place, "user.kvfs.parent").decode() + SUFFIX
         except OSError:
-            sizes.pop(name, None)  # it went
+            sizes.pop(file, None)  # it went
             continue
         if prefixes and above not in names:
             names.add(above)
@@ -142,13 +164,13 @@ def _to_directory(
     namespace, identity = _identity(path, name)
     top = os.path.join(destination, name)
     try:
-        os.makedirs(destination, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(top)
+        for directory in (destination, top):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory, _DIRECTORY_MODE)
         if not os.path.exists(os.path.join(top, "namespace.json")):
-            write_whole(os.path.join(top, "namespace.json"), identity)
+            write_whole(os.path.join(top, "namespace.json"), identity, _FILE_MODE)
         with contextlib.suppress(FileExistsError):
-            os.mkdir(os.path.join(top, "chunks"))
+            os.mkdir(os.path.join(top, "chunks"), _DIRECTORY_MODE)
         for file, size in chunks:
             if track.is_stopping:
                 return
@@ -161,7 +183,7 @@ def _to_directory(
             if raw is None:
                 continue
             try:
-                write_whole(partial, raw)
+                write_whole(partial, raw, _FILE_MODE)
                 with contextlib.suppress(FileNotFoundError):
                     modified_ns = os.stat(os.path.join(path, name, "chunks", file)).st_mtime_ns
                     os.utime(partial, ns=(modified_ns, modified_ns))
@@ -185,18 +207,20 @@ def _to_tar(path: str, name: str, chunks: list[tuple[str, int]], destination: st
                 pipe = Pipe(sys.stdout.fileno(), track)
                 archive = stack.enter_context(tarfile.open(fileobj=pipe, mode="w|"))  # type: ignore[call-overload]
             else:
-                archive = stack.enter_context(tarfile.open(destination, mode="w"))
+                descriptor = os.open(destination, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _FILE_MODE)
+                file = stack.enter_context(open(descriptor, "wb"))
+                archive = stack.enter_context(tarfile.open(fileobj=file, mode="w"))
             _add(archive, f"{name}/namespace.json", identity, os.stat(os.path.join(path, name)).st_mtime)
-            for file, _ in chunks:
+            for leaf, _ in chunks:
                 if track.is_stopping:
                     return
-                raw = _read(path, name, namespace, file, done, track)
+                raw = _read(path, name, namespace, leaf, done, track)
                 if raw is None:
                     continue
                 modified_s = 0.0
                 with contextlib.suppress(FileNotFoundError):
-                    modified_s = os.stat(os.path.join(path, name, "chunks", file)).st_mtime
-                _add(archive, f"{name}/chunks/{file}", raw, modified_s)
+                    modified_s = os.stat(os.path.join(path, name, "chunks", leaf)).st_mtime
+                _add(archive, f"{name}/chunks/{leaf}", raw, modified_s)
                 done.chunks += 1
                 done.bytes += len(raw)
     except StoppedError:
@@ -209,7 +233,7 @@ def _add(archive: tarfile.TarFile, name: str, raw: bytes | memoryview, modified_
     member = tarfile.TarInfo(name)
     member.size = len(raw)
     member.mtime = int(modified_s)
-    member.mode = 0o640
+    member.mode = _FILE_MODE
     archive.addfile(member, io.BytesIO(raw))
 
 

@@ -19,6 +19,7 @@ import typer
 
 from kvfs import namespace as namespaces
 from kvfs.chunk import MAX_HEADER_BYTES, parse_file_name, parse_header
+from kvfs.config import format_size, parse_size
 from kvfs.errors import CorruptChunk, KvfsError, UnavailableError, UsageError
 from kvfs.keys import Key
 from kvfs.namespace import MAX_NAMESPACE_JSON_BYTES, Namespace
@@ -37,7 +38,9 @@ from kvfs.tools.copying import (
     tell,
     write_whole,
 )
+from kvfs.tools.mounted import Beat
 from kvfs.tools.progress import Track
+from kvfs.tools.selecting import names_in
 
 EXAMPLES = """
 kvfs import /mnt/kvfs /backup/kv
@@ -59,19 +62,21 @@ def import_(
 ) -> None:
     """Copy chunks in. Each has to prove itself; what does not is named with the reason, and the exit code is 1.
 
+    So it is if chunks were evicted again meanwhile, because there is not so much room.
     Ctrl-C leaves whole chunks only.
     """
     path = mounted.find(mountpoint)
     done = Copied()
+    put: set[str] = set()
     total = 0
     if is_tar(source):
-        work = functools.partial(_from_tar, path, source, done)
+        work = functools.partial(_from_tar, path, source, done, put)
         if source != STREAM:
             total = _file_bytes(source)
     else:
         tree = _find(source)
         total = sum(_size(file) for files in tree.values() for file in files.values())
-        work = functools.partial(_from_directory, path, tree, done)
+        work = functools.partial(_from_directory, path, tree, done, put)
     try:
         done.interrupted = not progress.run(path, work, "importing", total, is_bytes=True)
         for name in done.namespaces:
@@ -81,6 +86,7 @@ def import_(
         if done.chunks:
             typer.echo(f"kvfs: {done.sentence('imported')}, before this:", err=True)
         raise
+    mounted.ask(path, lambda beat: _look_after(path, put, done, beat))
     tell(done, "imported", as_json=as_json)
 
 
@@ -100,6 +106,8 @@ def _size(file: str) -> int:
 
 def _find(source: str) -> dict[str, dict[Key, str]]:
     """The files of the chunks by key, for each directory of a namespace."""
+    if not os.path.exists(source):
+        raise UsageError(f"there is no {source}")
     if not os.path.isdir(source):
         raise UsageError(f"{source} is no directory, and its name does not end in .tar")
     here = [source] if os.path.exists(os.path.join(source, _JSON)) else []
@@ -117,7 +125,7 @@ def _find(source: str) -> dict[str, dict[Key, str]]:
     return found
 
 
-def _from_directory(path: str, tree: dict[str, dict[Key, str]], done: Copied, track: Track) -> None:
+def _from_directory(path: str, tree: dict[str, dict[Key, str]], done: Copied, put: set[str], track: Track) -> None:
     for top, files in tree.items():
         try:
             raw = read_file(os.path.join(top, _JSON), MAX_NAMESPACE_JSON_BYTES, track)
@@ -142,10 +150,10 @@ def _from_directory(path: str, tree: dict[str, dict[Key, str]], done: Copied, tr
             except OSError as error:
                 done.refused.append(Refused(file, error.strerror or str(error)))
                 continue
-            _put(target, namespace, key, content, file, done)
+            _put(target, namespace, key, content, file, done, put)
 
 
-def _from_tar(path: str, source: str, done: Copied, track: Track) -> None:
+def _from_tar(path: str, source: str, done: Copied, put: set[str], track: Track) -> None:
     known: dict[str, Namespace] = {}
     try:
         with contextlib.ExitStack() as stack:
@@ -174,7 +182,7 @@ def _from_tar(path: str, source: str, done: Copied, track: Track) -> None:
                 if os.path.exists(target):
                     done.there += 1
                 else:
-                    _put(target, known[name], key, archive.read(), member.name, done)
+                    _put(target, known[name], key, archive.read(), member.name, done, put)
     except StoppedError:
         return
     except ArchiveError as error:
@@ -232,7 +240,7 @@ def _make(path: str, namespace: Namespace, done: Copied) -> None:
         raise _told(error, path, f"the namespace {namespace.directory} is refused") from error
 
 
-def _put(target: str, namespace: Namespace, key: Key, raw: memoryview, place: str, done: Copied) -> None:
+def _put(target: str, namespace: Namespace, key: Key, raw: memoryview, place: str, done: Copied, put: set[str]) -> None:
     try:
         prove(namespace, key, raw)
         write_whole(target, raw)
@@ -240,17 +248,45 @@ def _put(target: str, namespace: Namespace, key: Key, raw: memoryview, place: st
         done.refused.append(Refused(place, str(error)))
     except OSError as error:
         if error.errno != errno.EINVAL:
-            raise _told(error, target, place) from error
+            raise _told(error, target, place, len(raw)) from error
         done.refused.append(Refused(place, "it does not fit what is stored; the events of the mount say why"))
     else:
         done.chunks += 1
         done.bytes += len(raw)
+        put.add(target)
 
 
-def _told(error: OSError, path: str, what: str) -> KvfsError:
+def _look_after(path: str, put: set[str], done: Copied, beat: Beat) -> None:
+    """Count what was copied in and is not there any more, and say why."""
+    left = set(put)
+    for directory in {os.path.dirname(target) for target in put}:
+        left.difference_update(os.path.join(directory, name) for name in names_in(directory))
+        beat()
+    done.evicted = len(left)
+    reasons = {_quota_that_holds(os.path.dirname(os.path.dirname(target)), 0) for target in left}
+    if reasons:
+        room = os.statvfs(path)
+        done.why = max(reasons) or f"the cache has room for {format_size(room.f_blocks * room.f_frsize)}"
+
+
+def _quota_that_holds(directory: str, more_bytes: int) -> str:
+    """Which quota keeps a namespace from having so much more, in words; "" if none does."""
+    try:
+        quota, stored = (os.getxattr(directory, f"user.kvfs.{name}").decode() for name in ("quota", "stored_bytes"))
+    except OSError:
+        return ""
+    if quota == "none" or int(stored) + more_bytes <= parse_size(quota) * 7 // 8:  # what goes goes in batches
+        return ""
+    return f"the quota of {os.path.basename(directory)} is {quota}"
+
+
+def _told(error: OSError, path: str, what: str, size_bytes: int = 0) -> KvfsError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return UsageError(f"you may not write to {path}: ask root, or whoever mounted it")
     if error.errno == errno.ENOSPC:
+        quota = _quota_that_holds(os.path.dirname(os.path.dirname(path)), size_bytes)
+        if quota:
+            return UnavailableError(f"{quota}, and what it has is pinned, in use or worth more")
         return UnavailableError("the cache has no room now: all of it is in use, or cannot be written to NVMe")
     return UnavailableError(f"{what}: {error.strerror}")
 

@@ -22,7 +22,7 @@ from kvfs.errors import CapacityError, KvfsError, UsageError
 from kvfs.tools import listing, mounted, progress
 from kvfs.tools.mounted import Beat
 from kvfs.tools.progress import Track
-from kvfs.tools.selecting import checked_prefix, find_prefixes, names_in, outermost
+from kvfs.tools.selecting import checked_prefix, find_prefixes, names_in, outermost, unmatched_sentence
 from kvfs.tools.words import format_count
 
 PIN_EXAMPLES = """
@@ -96,8 +96,8 @@ def pin(
     namespace: _Namespace,
     prefixes: _Prefixes = None,
     duration: Annotated[
-        str, typer.Option("--for", metavar="DURATION|forever", help="How long: 90s, 15min, 2h, 3d, or forever.")
-    ] = "",
+        str | None, typer.Option("--for", metavar="DURATION|forever", help="How long: 90s, 15min, 2h, 3d, or forever.")
+    ] = None,
     dry_run: _DryRun = False,
     as_json: _Json = False,
 ) -> None:
@@ -105,10 +105,23 @@ def pin(
 
     Pins may hold three quarters of the lowest tier. `kvfs rm` takes what is pinned, too.
     """
-    if not duration:
+    if duration is None:
         raise UsageError("say for how long: --for 2h, or --for forever")
-    until = FOREVER if duration == FOREVER else rfc3339(time.time_ns() + int(parse_duration(duration, "--for") * 1e9))
+    until = FOREVER if duration == FOREVER else _end(duration)
     _run(mountpoint, namespace, prefixes, duration.encode(), until, dry_run=dry_run, as_json=as_json)
+
+
+def _end(duration: str) -> str:
+    """When a pin of this duration ends."""
+    if duration == "no" or not duration.strip("0"):
+        raise UsageError(f"--for: {duration!r} is no time: say 2h, or forever; `kvfs unpin` ends pins")
+    try:
+        seconds = parse_duration(duration, "--for")
+    except UsageError as error:
+        raise UsageError(f"{error}, or forever") from error
+    if not seconds:
+        raise UsageError(f"--for: {duration!r} is no time: say 2h, or forever; `kvfs unpin` ends pins")
+    return rfc3339(time.time_ns() + int(seconds * 1e9))
 
 
 def unpin(
@@ -130,7 +143,7 @@ def _run(
     path = mounted.find(mountpoint)
     selection = mounted.ask(path, lambda beat: _select(path, namespace, wanted, beat, only_pinned=until is None))
     for prefix in selection.unmatched:
-        typer.echo(f"kvfs: no prefix is named {prefix} (any more)", err=True)
+        typer.echo(f"kvfs: {unmatched_sentence([prefix])}", err=True)
     done = Pinning(selection.namespace, until=until, dry_run=dry_run)
     if dry_run:
         for count, size in selection.directories.values():
@@ -167,6 +180,8 @@ def _select(path: str, namespace: str, prefixes: list[str], beat: Beat, *, only_
         places = {prefix: find_prefixes(path, name, prefix, beat) for prefix in prefixes}
         selection.unmatched = [prefix for prefix, found in places.items() if not found]
         directories = outermost(place for found in places.values() for place in found)
+        if not directories:
+            raise UsageError(unmatched_sentence(selection.unmatched, path, [name]))
     else:
         top = os.path.join(path, name, "prefixes")
         directories = [os.path.join(top, below) for below in names_in(top)]

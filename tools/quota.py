@@ -80,7 +80,7 @@ def quota(
     if namespace is None and max_age is not None:
         raise UsageError("say whose --max-age: kvfs quota MOUNTPOINT NAMESPACE --max-age AGE")
     if size is not None and size != NONE:
-        parse_size(size)
+        _check_size(size)
     if max_age is not None and max_age != NONE:
         parse_duration(max_age, "--max-age")
     path = mounted.find(mountpoint)
@@ -89,12 +89,24 @@ def quota(
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode([asdict(one) for one in found]), indent=2))
         return
+    if not found:
+        typer.echo("kvfs: nothing is stored here", err=True)
+        return
     rows = [_HEADINGS, *(one.row for one in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, row in enumerate(rows):
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         line = "  ".join(cells).rstrip()
         typer.echo(line if number else typer.style(line, dim=True))
+
+
+def _check_size(text: str) -> None:
+    """Raise UsageError for what would remove more than was meant: less than the quota says goes at once."""
+    size = parse_size(text)
+    if text.strip().replace(".", "").isdecimal():
+        raise UsageError(f"a quota of {text} what? Write {text.strip()}GiB, or another unit")
+    if not size:
+        raise UsageError("a quota of nothing would remove everything: `none` ends a quota, `kvfs rm` removes")
 
 
 def _set_and_look(path: str, namespace: str | None, wanted: dict[str, str | None], beat: Beat) -> list[Limits]:

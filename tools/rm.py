@@ -1,8 +1,6 @@
 """`kvfs rm`: remove prefixes, a namespace, what it holds, or what has not been used for long.
 
-It walks the prefix view from the leaves up, twice: once to count, once to remove. What stands behind a chunk always
-goes before it, so that no chunk is left that cannot be reached any more, wherever this is stopped. For the same reason
-a chunk counts as used when anything that was built on it was.
+The prefix view is gone through twice, see `removing`: once to count, once to remove.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import errno
 import functools
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,14 +18,14 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvfs.chunk import SUFFIX
 from kvfs.config import format_size
 from kvfs.durations import parse_duration
-from kvfs.errors import KvfsError, UnavailableError, UsageError
-from kvfs.tools import listing, mounted, progress
+from kvfs.errors import KvfsError, UsageError
+from kvfs.tools import listing, mounted, progress, removing
 from kvfs.tools.mounted import Beat
 from kvfs.tools.progress import STEP_DEADLINE_S, Track
-from kvfs.tools.selecting import checked_prefix, find_prefixes, is_prefix, names_in, outermost
+from kvfs.tools.removing import Victim, Walk
+from kvfs.tools.selecting import checked_prefix, find_prefixes, is_prefix, outermost, unmatched_sentence
 from kvfs.tools.words import format_count
 
 EXAMPLES = """
@@ -42,9 +41,9 @@ kvfs rm /mnt/kvfs --older-than 12h --dry-run
 
 Says what that would remove of every namespace.
 
-kvfs rm /mnt/kvfs SmolLM2
+kvfs rm /mnt/kvfs SmolLM2 --all
 
-All chunks of a namespace.
+All chunks of a namespace. Without --all it asks at a terminal, and refuses elsewhere.
 
 kvfs rm /mnt/kvfs --namespace SmolLM2
 
@@ -85,7 +84,7 @@ class _Selection:
     Attributes:
         directories: for each namespace the prefixes that are removed; None: all.
         before_ns: only what was last used before this time; None: all.
-        unmatched: PATHs that fit no prefix.
+        unmatched: PATHs that fit no prefix, while others did.
         goes_whole: whether the namespaces themselves go.
     """
 
@@ -93,15 +92,6 @@ class _Selection:
     before_ns: int | None = None
     unmatched: list[str] = field(default_factory=list)
     goes_whole: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Victim:
-    """A chunk to remove. A branch that is stored meanwhile may change its prefix, `by_key` always holds."""
-
-    path: str
-    by_key: str
-    size_bytes: int
 
 
 def remove(
@@ -119,34 +109,44 @@ def remove(
     older_than: Annotated[
         str | None, typer.Option("--older-than", metavar="AGE", help="Only what was last used so long ago: 90s, 3d.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Of every namespace.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All chunks of NAMESPACE, or of every namespace if none is named.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and leave it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The summary in bytes, for programs.")] = False,
 ) -> None:
     """Remove prefixes, a namespace or all its chunks, or what was not used for long.
 
-    It does not ask. What is removed is gone for good when this returns.
+    What is removed is gone for good when this returns. It asks only before it empties a namespace that was named
+    without --all or --namespace.
     """
     named = [*([namespace] if namespace is not None else []), *(what or ())]
     if not named and not everything and older_than is None:
         raise UsageError(
             "say what to remove: a NAMESPACE, a PREFIX, or --all for everything, with --older-than AGE if only so old"
         )
-    if named and everything:
-        raise UsageError(f"say either {named[0]!r} or --all, not both")
+    if everything and (namespace is not None or len(named) > 1):
+        raise UsageError(f"say either {named[-1]!r} or --all, not both")
+    if namespace is not None and older_than is not None:
+        raise UsageError(
+            f"--namespace takes all of it: for what is old say kvfs rm {mountpoint} NAMESPACE --older-than AGE"
+        )
     age_s = None if older_than is None else parse_duration(older_than, "--older-than")
     for prefix in named[1:]:
         checked_prefix(prefix)
     path = mounted.find(mountpoint)
-    selection = mounted.ask(path, lambda beat: _named(path, named, is_namespace=namespace is not None, beat=beat))
-    if namespace is not None and len(named) == 1 and age_s is None:
-        selection.goes_whole = True
+    selection = mounted.ask(
+        path, lambda beat: _named(path, named, is_namespace=namespace is not None or everything, beat=beat)
+    )
+    selection.goes_whole = namespace is not None and len(named) == 1
     if age_s is not None:
         selection.before_ns = time.time_ns() - int(age_s * 1e9)
     for prefix in selection.unmatched:
-        typer.echo(f"kvfs: no prefix is named {prefix} (any more)", err=True)
+        typer.echo(f"kvfs: {unmatched_sentence([prefix])}", err=True)
 
     found = mounted.ask(path, lambda beat: _count(path, selection, beat))
+    if named and not (everything or selection.goes_whole or dry_run) and age_s is None:
+        _confirm_emptied(mountpoint, selection, found)
     done = Removal(list(selection.directories))
     if dry_run:
         done = found
@@ -165,10 +165,27 @@ def remove(
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(done), indent=2))
     else:
-        begin = f"stopped with {format_count(found.chunks, 'chunk')} to remove; " if done.interrupted else ""
-        typer.echo(f"kvfs: {begin}{_sentence(done)}")
+        left = max(0, found.chunks - done.chunks - done.gone)
+        end = f"; stopped early, {left:,} remain" if done.interrupted else ""
+        typer.echo(f"kvfs: {_sentence(done)}{end}")
     if done.interrupted:
         raise KeyboardInterrupt
+    if selection.goes_whole and len(done.removed_namespaces) < len(selection.directories):
+        raise typer.Exit(1)  # the reason was told
+
+
+def _confirm_emptied(mountpoint: str, selection: _Selection, found: Removal) -> None:
+    """Go on only if nobody empties a namespace because a pattern of the shell's came to nothing."""
+    whole = [name for name, directories in selection.directories.items() if directories is None]
+    if not whole or not found.chunks:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError(
+            f"this is all of {whole[0]}, {format_count(found.chunks, 'chunk')}: say kvfs rm {mountpoint} {whole[0]} --all"
+        )
+    if not typer.confirm(f"Remove all {format_count(found.chunks, 'chunk')} of {whole[0]}, for good?", err=True):
+        typer.echo("kvfs: nothing was removed", err=True)
+        raise typer.Exit(1)
 
 
 def _sentence(done: Removal) -> str:
@@ -186,10 +203,7 @@ def _named(path: str, named: list[str], *, is_namespace: bool, beat: Beat) -> _S
     if not is_namespace and is_prefix(first):
         names = listing.namespace_names(path)
         if not any(name.startswith(first) for name in names):
-            selection = _select(path, names, [checked_prefix(prefix) for prefix in named], beat)
-            if not selection.directories:
-                raise UsageError(f"there is neither a namespace nor a prefix {first!r} in {path}")
-            return selection
+            return _select(path, names, [checked_prefix(prefix) for prefix in named], beat)
     return _select(path, [listing.find_namespace(path, first, beat)], [checked_prefix(p) for p in named[1:]], beat)
 
 
@@ -224,7 +238,7 @@ def _select(path: str, names: list[str] | None, prefixes: list[str], beat: Beat)
     if not prefixes:
         return _Selection(dict.fromkeys(names))
     found: dict[str, list[str] | None] = {}
-    unmatched = []
+    unmatched: list[str] = []
     for prefix in prefixes:
         places = {name: find_prefixes(path, name, prefix, beat) for name in names}
         if not any(places.values()):
@@ -232,6 +246,8 @@ def _select(path: str, names: list[str] | None, prefixes: list[str], beat: Beat)
         for name, of_this in places.items():
             if of_this:
                 found[name] = outermost([*(found.get(name) or ()), *of_this])
+    if not found:
+        raise UsageError(unmatched_sentence(unmatched, path, names))
     return _Selection(found, unmatched=unmatched)
 
 
@@ -244,112 +260,32 @@ def _count(path: str, selection: _Selection, beat: Beat) -> Removal:
 
 
 def _remove(path: str, selection: _Selection, done: Removal, track: Track) -> None:
-    for victim in _victims(path, selection, lambda: track.advance(0), is_removing=True):
-        if track.is_stopping:
-            return
-        if _unlink(path, victim):
-            done.chunks += 1
-            done.bytes += victim.size_bytes
-        else:
-            done.gone += 1
-        track.advance(1)
+    lock = threading.Lock()
+
+    def took(victim: Victim, was_there: bool) -> None:
+        with lock:
+            if was_there:
+                done.chunks += 1
+                done.bytes += victim.size_bytes
+            else:
+                done.gone += 1
+            track.advance(1)
+
+    for walk, groups in _walks(path, selection, lambda: track.advance(0)):
+        for directories in groups:
+            removing.remove(path, walk, directories, took, lambda: track.is_stopping)
 
 
-def _victims(path: str, selection: _Selection, beat: Beat, *, is_removing: bool = False) -> Iterator[_Victim]:
+def _victims(path: str, selection: _Selection, beat: Beat) -> Iterator[Victim]:
+    for walk, groups in _walks(path, selection, beat):
+        for directories in groups:
+            for directory in directories:
+                yield from walk.victims(directory)
+
+
+def _walks(path: str, selection: _Selection, beat: Beat) -> Iterator[tuple[Walk, list[list[str]]]]:
+    """For each namespace how it is gone through, and its directories that are gone through group after group."""
     for name, directories in selection.directories.items():
         root = os.path.join(path, name)
-        walk = _Walk(os.path.join(root, "chunks"), selection.before_ns, beat, is_removing=is_removing)
-        if directories is None:
-            yield from walk.all_victims(os.path.join(root, "prefixes"))
-        for directory in directories or ():
-            yield from walk.victims(directory)
-
-
-def _unlink(path: str, victim: _Victim) -> bool:
-    """Remove a chunk; False if it is gone."""
-    for name in (victim.path, victim.by_key):
-        try:
-            os.unlink(name)
-        except FileNotFoundError:
-            continue
-        except PermissionError as error:
-            raise UsageError(f"you may not remove from {path}: ask root, or whoever mounted it") from error
-        except OSError as error:
-            if error.errno not in (errno.EIO, errno.ETIMEDOUT):
-                raise
-            raise UnavailableError(f"cannot remove {name} for good: {error.strerror}; see the daemon's log") from error
-        return True
-    return False
-
-
-class _Walk:
-    """Goes through a namespace's prefix directories, leaves first, and looks at each chunk when its turn comes.
-
-    `chunks` is the directory of its chunks by key. With `is_removing` the directories that were emptied go too.
-    """
-
-    def __init__(self, chunks: str, before_ns: int | None, beat: Beat, *, is_removing: bool = False) -> None:
-        self._chunks = chunks
-        self._before_ns = before_ns
-        self._beat = beat
-        self._is_removing = is_removing
-        self._used_ns = 0  # when anything below the directory that was gone through last was used
-
-    def all_victims(self, top: str) -> Iterator[_Victim]:
-        """The chunks below "prefixes" that are to go.
-
-        Chunks that were stored without those they are built on stand in a directory of their own there: it goes first.
-        """
-        for name in sorted(names_in(top), key=self._position, reverse=True):
-            yield from self.victims(os.path.join(top, name))
-
-    def victims(self, directory: str) -> Iterator[_Victim]:
-        """The chunks in and below a prefix that are to go; the mount lists what was built on a chunk before it."""
-        used_ns = self._used_ns = 0
-        try:
-            entries = os.scandir(directory)
-        except FileNotFoundError:
-            return
-        with entries:
-            for entry in entries:
-                self._beat()
-                if not entry.name.endswith(SUFFIX):
-                    yield from self.victims(entry.path)
-                    used_ns = max(used_ns, self._used_ns)
-                    continue
-                by_key = os.path.join(self._chunks, entry.name)
-                stat = _stat(entry.path) or _stat(by_key)
-                if stat is None:
-                    continue
-                used_ns = max(used_ns, stat.st_atime_ns)
-                if self._before_ns is None or used_ns < self._before_ns:
-                    yield _Victim(entry.path, by_key, stat.st_size)
-        self._used_ns = used_ns
-        if self._is_removing:
-            _remove_empty(directory)
-
-    def _position(self, name: str) -> int:
-        """Where in its chain the prefix of this name begins; what has lost its first chunk counts as far behind."""
-        self._beat()
-        try:
-            return int(os.getxattr(os.path.join(self._chunks, name + SUFFIX), "user.kvfs.position"))
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENODATA):
-                raise
-            return sys.maxsize
-
-
-def _stat(path: str) -> os.stat_result | None:
-    try:
-        return os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-
-
-def _remove_empty(directory: str) -> None:
-    """Remove a directory if nothing is in it; one that stays goes by itself later."""
-    try:
-        os.rmdir(directory)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-            raise
+        walk = Walk(os.path.join(root, "chunks"), selection.before_ns, beat)
+        yield walk, [directories] if directories is not None else walk.groups(os.path.join(root, "prefixes"))

@@ -14,6 +14,8 @@ from kvfs.chunk import SUFFIX
 from kvfs.errors import UsageError
 from kvfs.tools.mounted import Beat
 
+MIN_BEGINNING = 8
+"""Digits of a key that name a prefix without a star: as many as `kvfs ls` prints, by which nothing is met by accident."""
 _PATTERN = re.compile(r"[0-9a-f*?\[\]!-]+(/[0-9a-f*?\[\]!-]+)*")
 
 
@@ -29,8 +31,15 @@ def checked_prefix(text: str) -> str:
     return text.strip("/")
 
 
+_BEGINNING = re.compile(rf"[0-9a-f]{{{MIN_BEGINNING},31}}")
+_DIGITS = re.compile(r"[0-9a-f]+")
+
+
 def find_prefixes(path: str, namespace: str, prefix: str, beat: Beat) -> list[str]:
-    """The directories of a namespace in the mount at `path` that a PATH means."""
+    """The directories of a namespace in the mount at `path` that a PATH means.
+
+    What `kvfs ls` prints is understood without its stars too.
+    """
     places = [os.path.join(path, namespace, "prefixes")]
     for pattern in prefix.split("/"):
         places = [os.path.join(place, fit) for place in places for fit in _fitting(place, pattern)]
@@ -55,6 +64,20 @@ def names_in(directory: str) -> list[str]:
         return []
 
 
+def unmatched_sentence(prefixes: list[str], path: str = "", namespaces: Iterable[str] = ()) -> str:
+    """Says that PATHs fit no prefix, and what may have been meant; chunks are looked for in the mount at `path`."""
+    for prefix in prefixes:
+        for name in namespaces:
+            chunk = os.path.join(path, name, "chunks", prefix + SUFFIX)
+            if _DIGITS.fullmatch(prefix) and os.path.exists(chunk):
+                return f"{prefix} is no prefix, but a chunk inside of one: {chunk}"
+    short = next((prefix for prefix in prefixes if _DIGITS.fullmatch(prefix) and len(prefix) < MIN_BEGINNING), None)
+    hint = f"; for all that begin so write '{short}*'" if short else ""
+    return f"no prefix is named {', '.join(prefixes)} (any more){hint}"
+
+
 def _fitting(directory: str, pattern: str) -> list[str]:
     names = [name for name in names_in(directory) if not name.endswith(SUFFIX)]
+    if _BEGINNING.fullmatch(pattern):
+        pattern += "*"
     return fnmatch.filter(names, pattern)

@@ -275,7 +275,7 @@ def tar(raw: bytes) -> None:
         archive = Path(directory, "a.tar")
         archive.write_bytes(raw)
         with contextlib.suppress(KvfsError):
-            _from_tar(str(top), str(archive), Copied(), _Track())  # type: ignore[arg-type]
+            _from_tar(str(top), str(archive), Copied(), set(), _Track())  # type: ignore[arg-type]
         for path in Path(directory).rglob("*"):
             if path.is_file() and path != archive:
                 parts = path.relative_to(top).parts

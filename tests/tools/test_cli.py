@@ -141,6 +141,33 @@ def test_a_directory_that_is_no_mount(command: str, tmp_path: Path) -> None:
     assert result.stderr.startswith(f"kvfs: kvfs is not mounted on {tmp_path}")
 
 
+@pytest.mark.parametrize(
+    "place", ["kvfs.tools.commands", "kvfs.tools.mounted.find"], ids=["it is imported", "it looks"]
+)
+def test_ctrl_c_in_the_first_second(place: str) -> None:
+    """No traceback, and the exit code says it, whatever is interrupted."""
+    script = (
+        "import os, signal, sys\n"
+        "from kvfs.tools import cli\n"
+        "def interrupt(*_): os.kill(os.getpid(), signal.SIGINT)\n"
+        "class Finder:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, *_):\n"
+        "        if name == sys.argv[1]: interrupt()\n"
+        "if sys.argv[1].endswith('find'):\n"
+        "    from kvfs.tools import mounted\n"
+        "    mounted.find = interrupt\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.argv[1:] = ['status', '/nowhere'] if 'find' in sys.argv[1] else [sys.argv[1]]\n"
+        "cli.main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, place], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
 def test_a_mount_of_something_else() -> None:
     result = kvfs("status", "/proc")
     assert (result.returncode, result.stderr) == (2, "kvfs: what is mounted on /proc is not kvfs but proc\n")

@@ -60,6 +60,8 @@ def test_out_and_in(source: Mount, target: Mount, tmp_path: Path, form: str) -> 
     result = kvfs("export", source.path, "tiny", place)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == "kvfs: exported 8 chunks, 64.0 KiB\n"
+    written = [place, *place.rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in written} == {0o600} | ({0o700} if form == "plain" else set())
     result = kvfs("import", target.path, place)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == "kvfs: imported 8 chunks, 64.0 KiB\n"
@@ -194,14 +196,20 @@ def test_mistakes_end_with_one_sentence(arguments: list[str], sentence: str) -> 
 
 
 def test_more_mistakes(source: Mount, tmp_path: Path) -> None:
-    store(source.path, list(range(16)))
+    [key] = store(source.path, list(range(16)))
     for arguments, sentence in (
-        (["import", source.path, tmp_path / "x"], "is no directory"),
+        (["import", source.path, tmp_path / "x"], f"there is no {tmp_path}/x\n"),
         (["import", source.path, tmp_path / "x.tar"], "cannot read"),
         (["import", source.path, tmp_path / "volume"], "there is no namespace.json"),
-        (["export", source.path, "tiny", "ffff*", tmp_path / "x"], "no prefix is named 'ffff*'"),
+        (["export", source.path, "tiny", "ffff*", tmp_path / "x"], "no prefix is named ffff* (any more)"),
         (["export", source.path, "other", tmp_path / "x"], "there is no namespace 'other'"),
         (["export", source.path, "tiny", "/dev/null/x"], "cannot write to /dev/null/x"),
+        (["export", source.path, "tiny", tmp_path / "no/x"], f"there is no directory {tmp_path}/no"),
+        (["export", source.path, "tiny", tmp_path / "x.tar.gz"], "archives are not compressed here"),
+        (["export", source.path, "tiny", tmp_path / "x.tgz"], "archives are not compressed here"),
+        (["export", source.path, "tiny", "0123*", "4567*"], "'4567*' is the PATH of a prefix"),
+        (["export", source.path, "tiny", key], f"'{key}' is the PATH of a prefix"),
+        (["export", source.path, "tiny", key[:8]], f"'{key[:8]}' is the PATH of a prefix"),
     ):
         result = kvfs(*arguments)
         assert (result.returncode, result.stdout) == (2, ""), result
@@ -219,11 +227,32 @@ def test_more_mistakes(source: Mount, tmp_path: Path) -> None:
     assert sys.stdout is not None
 
 
+def test_what_is_evicted_again_is_told_of(source: Mount, tmp_path: Path) -> None:
+    """Of a quota, which is named, and of a cache that is too small."""
+    for number in range(20):
+        store(source.path, list(range(1000 * number, 1000 * number + 160)))
+    place = tmp_path / "plain"
+    assert kvfs("export", source.path, "tiny", place).returncode == 0
+    assert kvfs("rm", source.path, "tiny", "--all").returncode == 0
+    assert kvfs("quota", source.path, "tiny", "64KiB").returncode == 0
+    result = kvfs("import", source.path, place)
+    assert result.returncode == 1
+    assert f"evicted again meanwhile: the quota of {NAME} is 64KiB\n" in result.stdout
+    small = Mount(tmp_path / "small", ["--ram=1MiB", *source.flags[2:4]])
+    small.start()
+    try:
+        done = json.loads(kvfs("import", small.path, place, "--json").stdout)
+        assert (done["chunks"], done["why"]) == (200, "the cache has room for 1.0 MiB")
+        assert done["evicted"] == 200 - len(stored(small)) > 0
+    finally:
+        assert kvfs("umount", small.path).returncode == 0
+
+
 def test_no_room(source: Mount, tmp_path: Path) -> None:
     """What does not fit ends it with one sentence, after what was done; here everything is leased by readers."""
     keys = store(source.path, list(range(16 * 3)))
     assert kvfs("export", source.path, "tiny", tmp_path / "plain").returncode == 0
-    assert kvfs("rm", source.path, "tiny").returncode == 0
+    assert kvfs("rm", source.path, "tiny", "--all").returncode == 0
     chunks = source.path / NAME / "chunks"
     for number in range(1024):  # as many files as may be staged
         os.close(os.open(chunks / f".{number}", os.O_CREAT | os.O_WRONLY))

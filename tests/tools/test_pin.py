@@ -26,7 +26,15 @@ def pinned(mount: Mount, keys: list[str]) -> list[str]:
     ("arguments", "sentence"),
     [
         (["pin", "/nowhere", "tiny"], "say for how long: --for 2h, or --for forever"),
-        (["pin", "/nowhere", "tiny", "--for=2"], "--for: '2' is not a duration"),
+        (
+            ["pin", "/nowhere", "tiny", "--for=2"],
+            "--for: '2' is not a duration: write 90s, 15min, 12h or 3d, or forever",
+        ),
+        (["pin", "/nowhere", "tiny", "--for=0"], "--for: '0' is no time: say 2h, or forever"),
+        (["pin", "/nowhere", "tiny", "--for=0.0h"], "--for: '0.0h' is no time: say 2h, or forever"),
+        (["pin", "/nowhere", "tiny", "--for=no"], "--for: 'no' is no time: say 2h, or forever; `kvfs unpin` ends pins"),
+        (["pin", "/nowhere", "tiny", "--for="], "an argument is empty"),
+        (["pin", "/nowhere", "tiny", "--for"], "option '--for' requires an argument; `kvfs pin --help`"),
         (["pin", "/nowhere", "tiny", "../x", "--for=2h"], "'../x' is not the PATH of a prefix"),
         (["pin", "/nowhere", "tiny", "--for=2h"], "kvfs is not mounted on /nowhere"),
         (["unpin", "/nowhere", "tiny", "../x"], "'../x' is not the PATH of a prefix"),
@@ -56,7 +64,7 @@ def test_prefixes_and_namespaces(mount: Mount) -> None:
     assert result.stdout == "kvfs: pinned 2 chunks, 16.0 KiB, forever\n"
     assert pinned(mount, branch) == ["", "forever", "forever"]
     result = kvfs("pin", mount.path, "tiny", "0123*", "--for", "2h")
-    assert (result.stdout.split(",")[0], result.returncode) == ("kvfs: pinned 0 chunks", 0)
+    assert (result.stdout, result.returncode) == ("", 2)
     assert result.stderr == "kvfs: no prefix is named 0123* (any more)\n"
     status = mount.json("status")
     assert (status["num_pinned"], status["held_bytes"]) == (2, 3 * 8192)

@@ -20,7 +20,10 @@ OTHER = msgspec.structs.replace(
     ("arguments", "sentence"),
     [
         (["--max-age=3d"], "say whose --max-age"),
-        (["tiny", "20"], "kvfs is not mounted on /nowhere"),
+        (["tiny", "20B"], "kvfs is not mounted on /nowhere"),
+        (["tiny", "5"], "a quota of 5 what? Write 5GiB, or another unit"),
+        (["tiny", "0"], "a quota of 0 what?"),
+        (["tiny", "0GiB"], "a quota of nothing would remove everything: `none` ends a quota"),
         (["tiny", "20GB"], "'20GB' is not a size: write 20GiB"),
         (["tiny", "--max-age=3"], "--max-age: '3' is not a duration"),
     ],

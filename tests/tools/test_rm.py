@@ -18,7 +18,7 @@ from kvfs.client import Client
 from kvfs.durations import parse_duration
 from kvfs.errors import UsageError
 from kvfs.keys import KeyChain, root
-from kvfs.tools import rm
+from kvfs.tools import removing, rm
 
 from .conftest import DEADLINE_S, KVFS, NAMESPACE, Mount, kvfs, store, wait_for
 
@@ -60,10 +60,15 @@ def test_what_is_no_age(text: str) -> None:
         ([], "say what to remove: a NAMESPACE, a PREFIX, or --all"),
         (["--older-than=3d"], "kvfs is not mounted on /nowhere"),
         (["--all", "--namespace=tiny"], "say either 'tiny' or --all, not both"),
-        (["tiny", "--all"], "say either 'tiny' or --all, not both"),
+        (["tiny", "0123*", "--all"], "say either '0123*' or --all, not both"),
+        (["--namespace=tiny", "--older-than=3d"], "--namespace takes all of it"),
+        ([""], "an argument is empty"),
+        (["--namespace="], "an argument is empty"),
+        (["--older-than="], "an argument is empty"),
         (["tiny", "--older-than=3"], "--older-than: '3' is not a duration"),
         (["tiny", "../chunks"], "'../chunks' is not the PATH of a prefix"),
-        (["tiny", ""], "'' is not the PATH of a prefix"),
+        (["tiny", ""], "an argument is empty"),
+        (["tiny", "/"], "'/' is not the PATH of a prefix"),
         (["tiny"], "kvfs is not mounted on /nowhere"),
     ],
 )
@@ -94,10 +99,13 @@ def test_prefixes_by_the_paths_that_ls_prints(mount: Mount) -> None:
     assert result.stdout == "kvfs: removed 2 chunks, 16.0 KiB\n"
     assert stored(mount) == {*keys, *other}
     result = kvfs("rm", mount.path, "tiny", path)
-    assert (result.returncode, result.stdout) == (0, "kvfs: removed 0 chunks, 0 B\n")
+    assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"kvfs: no prefix is named {path} (any more)\n"
 
     inner = f"{keys[0]}/{keys[1]}"
+    result = kvfs("rm", mount.path, "tiny", path, f"{other[0][:8]}", "--dry-run")
+    assert result.stdout == "kvfs: would remove 2 chunks, 16.0 KiB\n"
+    assert result.stderr == f"kvfs: no prefix is named {path} (any more)\n"
     done = mount.json("rm", "tiny", inner, keys[0], f"{keys[0]}/", "--older-than=0s")
     assert (done["chunks"], done["gone"], done["interrupted"]) == (4, 0, False)
     assert stored(mount) == {*other}
@@ -115,13 +123,38 @@ def test_namespaces(mount: Mount) -> None:
     for arguments in (["tiny"], ["--all"]):
         assert mount.json("rm", *arguments, "--older-than", "1h")["chunks"] == 0
     assert mount.json("rm", "--all", "--dry-run")["chunks"] == 5
-    assert mount.json("rm", "tiny")["chunks"] == 3
+    result = kvfs("rm", mount.path, "tiny")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"kvfs: this is all of {NAMESPACE.directory}, 3 chunks: say kvfs rm {mount.path} {NAMESPACE.directory} --all\n"
+    )
+    assert kvfs("rm", mount.path, "tiny", "--dry-run").stdout == "kvfs: would remove 3 chunks, 24.0 KiB\n"
+    assert mount.json("rm", "tiny", "--all")["chunks"] == 3
     assert stored(mount) == set()
     store(mount.path, list(range(48)))
     done = mount.json("rm", "--all")
     assert (done["chunks"], done["namespaces"]) == (5, sorted([NAMESPACE.directory, OTHER.directory]))
     assert kvfs("ls", mount.path).returncode == 0
     assert mount.json("status")["num_chunks"] == 0
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+@pytest.mark.parametrize(("answer", "is_gone"), [(b"y\n", True), (b"\n", False)])
+def test_a_whole_namespace_is_asked_for_at_a_terminal(mount: Mount, answer: bytes, is_gone: bool) -> None:
+    """A pattern that the shell made nothing of does not empty it."""
+    mount.start()
+    store(mount.path, list(range(48)))
+    ours, theirs = pty.openpty()
+    try:
+        command = [KVFS, "rm", str(mount.path), "tiny"]
+        with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            os.write(ours, answer)
+            _, told = process.communicate(timeout=DEADLINE_S)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert f"Remove all 3 chunks of {NAMESPACE.directory}, for good? [y/N]".encode() in told
+    assert (process.returncode, stored(mount) == set()) == (0 if is_gone else 1, is_gone)
     assert kvfs("umount", mount.path).returncode == 0
 
 
@@ -133,7 +166,14 @@ def test_a_prefix_of_whichever_namespace(mount: Mount) -> None:
     alone = store(mount.path, list(range(900, 932)))
     result = kvfs("rm", mount.path, "0123abcd*")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("kvfs: there is neither a namespace nor a prefix '0123abcd*'")
+    assert result.stderr == "kvfs: no prefix is named 0123abcd* (any more)\n"
+    for unclear, sentence in (
+        (keys[0][:6], f"no prefix is named {keys[0][:6]} (any more); for all that begin so write '{keys[0][:6]}*'"),
+        (keys[1], f"{keys[1]} is no prefix, but a chunk inside of one: {mount.path}"),
+    ):
+        result = kvfs("rm", mount.path, unclear)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr.startswith(f"kvfs: {sentence}")
     result = kvfs("rm", mount.path, "nowhere")
     assert result.returncode == 2
     assert "there is no namespace 'nowhere'" in result.stderr
@@ -153,12 +193,11 @@ def test_a_namespace_and_its_directory(mount: Mount) -> None:
     with Client(mount.path, NAMESPACE, deadline_s=5.0) as client:
         client.match([bytes(32)])  # type: ignore[list-item]
         result = kvfs("rm", mount.path, "--namespace=tiny")
-        assert result.stdout == "kvfs: removed 3 chunks, 24.0 KiB\n"
+        assert (result.returncode, result.stdout) == (1, "kvfs: removed 3 chunks, 24.0 KiB\n")
         assert result.stderr == f"kvfs: the namespace {NAMESPACE.directory} was emptied and stays: an engine uses it\n"
     wait_for("the session ends", lambda: mount.json("status")["num_sessions"] == 0)
     dry = mount.json("rm", "--namespace=tiny", "--dry-run")
     assert (dry["chunks"], dry["removed_namespaces"]) == (0, [NAMESPACE.directory])
-    assert mount.json("rm", "--namespace", "other", "--older-than=1h")["removed_namespaces"] == []
     result = kvfs("rm", mount.path, "--namespace=tiny")
     assert result.stdout == f"kvfs: removed 0 chunks, 0 B, and the namespace {NAMESPACE.directory}\n"
     assert mount.json("rm", "--namespace", "other")["removed_namespaces"] == [OTHER.directory]
@@ -188,12 +227,30 @@ def test_a_chunk_is_as_young_as_what_was_built_on_it(mount: Mount) -> None:
     assert kvfs("umount", mount.path).returncode == 0
 
 
+def test_many_branches_go_at_a_time(mount: Mount) -> None:
+    """By several threads, and still each chunk after all that was built on it."""
+    mount.start()
+    for first in range(3):
+        for second in range(4):
+            store(
+                mount.path, [*range(first * 1000, first * 1000 + 32), *range(9000 + 100 * second, 9064 + 100 * second)]
+            )
+    chunks = mount.path / NAMESPACE.directory / "chunks"
+    parents = {path.stem: os.getxattr(path, "user.kvfs.parent").decode() for path in chunks.iterdir()}
+    assert len(parents) == 3 * (2 + 4 * 4)
+    assert mount.json("rm", "tiny", "--all")["chunks"] == len(parents)
+    order = {key: place for place, key in enumerate(removed(mount))}
+    assert all(order[key] < order[parent] for key, parent in parents.items() if parent in parents)
+    assert os.listdir(mount.path / NAMESPACE.directory / "prefixes") == []
+    assert kvfs("umount", mount.path).returncode == 0
+
+
 def test_what_was_stored_before_its_beginning_goes_first(mount: Mount) -> None:
     """The second half of a prompt became visible before the first: it joined it when that came."""
     mount.start()
     keys = [*store(mount.path, list(range(96)), first=3), *store(mount.path, list(range(48)))]
     assert os.listdir(mount.path / NAMESPACE.directory / "prefixes") == [keys[3]]
-    assert mount.json("rm", "tiny")["chunks"] == 6
+    assert mount.json("rm", "tiny", "--all")["chunks"] == 6
     assert removed(mount) == [*reversed(keys[:3]), *reversed(keys[3:])]
     assert kvfs("umount", mount.path).returncode == 0
 
@@ -204,16 +261,16 @@ def test_what_others_remove_meanwhile_is_no_error(mount: Mount) -> None:
     keys = store(mount.path, list(range(48)))
     names = [f"{key}.safetensors" for key in keys]
     chunks, prefix = (mount.path / NAMESPACE.directory / part for part in ("chunks", f"prefixes/{keys[0]}"))
-    victims = [rm._Victim(str(prefix / name), str(chunks / name), 1) for name in names]
+    victims = [removing.Victim(str(prefix / name), str(chunks / name), 1) for name in names]
     store(mount.path, [*range(16), *range(100, 132)])
     assert not (prefix / names[2]).exists()
-    assert rm._unlink(str(mount.path), victims[2])
-    assert not rm._unlink(str(mount.path), victims[2])
+    assert removing.unlink(str(mount.path), victims[2])
+    assert not removing.unlink(str(mount.path), victims[2])
     assert stored(mount).isdisjoint(keys[2:])
 
     store(mount.path, list(range(1000, 1000 + 16 * 100)))
     processes = [
-        subprocess.Popen([KVFS, "rm", str(mount.path), "tiny", "--json"], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([KVFS, "rm", str(mount.path), "tiny", "--all", "--json"], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     done = [json.loads(process.communicate(timeout=DEADLINE_S)[0]) for process in processes]
@@ -227,7 +284,7 @@ def test_an_interrupt_ends_it_in_order(mount: Mount) -> None:
     """Ctrl-C: what was done is said and is all that was done; the tail went first, so what is left can be used."""
     mount.start()
     keys = store(mount.path, list(range(16 * 1000)))
-    command = [KVFS, "rm", str(mount.path), "tiny", "--json"]
+    command = [KVFS, "rm", str(mount.path), "tiny", "--all", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         status = mount.path / ".kvfs/status.json"
         wait_for("it has begun", lambda: json.loads(status.read_text())["num_chunks"] < len(keys))
@@ -258,7 +315,7 @@ def test_a_terminal_has_a_bar(mount: Mount) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    command = [KVFS, "rm", str(mount.path), "tiny"]
+    command = [KVFS, "rm", str(mount.path), "tiny", "--all"]
     result = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=follower, env=environment, check=True, text=True, timeout=DEADLINE_S
     )
