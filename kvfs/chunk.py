@@ -254,15 +254,17 @@ def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> t
     view = memoryview(raw)
     text = bytes(view[_NUM_TOKENS_AT : _NUM_TOKENS_AT + _NUM_TOKENS_DIGITS])
     if len(text) != _NUM_TOKENS_DIGITS or not text.isdigit():
-        raise CorruptChunk("not a chunk header of this namespace")
+        raise _wrong_header(namespace, view, "not a chunk header of this namespace")
     try:
         geo = geometry(namespace, int(text))
     except UsageError as error:
-        raise CorruptChunk(f"impossible facts in a chunk header: {error}") from error
+        raise _wrong_header(namespace, view, f"impossible facts in a chunk header: {error}") from error
     header = bytes(view[: geo.header_bytes])
     found = geo._head.match(header)
     if found is None or header[found.end() :] != geo._tail:
-        raise CorruptChunk("the header is not the one its facts call for")
+        if len(view) < geo.header_bytes:
+            raise CorruptChunk(f"it ends after {len(view)} bytes, within its header of {geo.header_bytes}")
+        raise _wrong_header(namespace, view, "the header is not the one its facts call for")
     facts, chain, _, parent, position, created_ns, checksums, digest = found.groups()
     if xxhash.xxh3_128_hexdigest(facts).encode() != digest:
         raise CorruptChunk("the header is not the one its facts call for: they do not have their checksum")
@@ -303,6 +305,16 @@ def read_claim(block: memoryview) -> Claim | None:
     return Claim(
         texts["fingerprint"].decode("ascii", "replace"), int(match[1]), int(match[2]), int(texts["num_tokens"])
     )
+
+
+def _wrong_header(namespace: Namespace, raw: memoryview, otherwise: str) -> CorruptChunk:
+    """Says of which namespace a header is that is none of this one, if it says so itself."""
+    claim = read_claim(raw)
+    if claim is not None and claim.fingerprint != namespace.fingerprint_hex:
+        otherwise = f"it is of another namespace: its fingerprint begins with {claim.fingerprint[:12]}"
+    elif claim is not None and (claim.rank, claim.num_ranks) != (namespace.rank, namespace.num_ranks):
+        otherwise = f"it is of another rank: {claim.rank} of {claim.num_ranks}"
+    return CorruptChunk(otherwise)
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:

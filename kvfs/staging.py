@@ -16,7 +16,16 @@ from contextlib import asynccontextmanager
 import trio
 
 from kvfs.catalog import NOWHERE
-from kvfs.chunk import MAX_CHUNK_BYTES, MAX_HEADER_BYTES, Facts, Geometry, align, parse_header, verify_payload
+from kvfs.chunk import (
+    ALIGNMENT,
+    MAX_CHUNK_BYTES,
+    MAX_HEADER_BYTES,
+    Facts,
+    Geometry,
+    align,
+    parse_header,
+    verify_payload,
+)
 from kvfs.errors import CapacityError, CorruptChunk, UnavailableError, UsageError
 from kvfs.keys import Key
 from kvfs.namespace import Namespace
@@ -218,6 +227,8 @@ def prove(namespace: Namespace, key: Key, raw: memoryview) -> tuple[Geometry, Fa
     Raises CorruptChunk for the first thing that is wrong. Proven is that the bytes are what somebody once stored under
     this key, not that a model computed them.
     """
+    if len(raw) < ALIGNMENT:
+        raise CorruptChunk(f"it has {len(raw)} bytes, fewer than any chunk's header")
     geo, facts = parse_header(namespace, raw)
     if facts.key != key:
         raise CorruptChunk(f"it is the chunk {facts.key.hex()}")

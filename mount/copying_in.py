@@ -48,6 +48,7 @@ _RENAME_NOREPLACE = 1  # rename(2)
 _DIRECTORY = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
 _ALIAS = re.compile(rb"Cu[A-Za-z0-9_-]{6}|\..+")  # as cp and rsync name what they are about to rename
 _JSON = b"namespace.json"
+_CHUNK_NAME = "its key, 32 hex digits, and .safetensors"
 
 
 class _Where(NamedTuple):
@@ -78,8 +79,10 @@ class CopyingIn:
         key = _key(name)
         is_hidden = name.startswith(b".")
         if is_for_chunks and key is None and not is_hidden:
+            self._proof.tell(home, name, f"a chunk's name is {_CHUNK_NAME}", is_for_chunks=True)
             raise Refused(errno.EINVAL)
         if not is_for_chunks and name != _JSON and not is_hidden:
+            self._proof.tell(home, name, "only namespace.json, chunks and prefixes are here", is_for_chunks=False)
             raise Refused(errno.EPERM)
         if (parent.inode, name) in self._names.files:
             raise Refused(errno.EEXIST)
@@ -174,6 +177,8 @@ class CopyingIn:
             raise Refused(errno.EPERM)
         if not new_name.startswith(b"."):
             if (is_for_chunks and _key(new_name) is None) or (not is_for_chunks and new_name != _JSON):
+                names = _CHUNK_NAME if is_for_chunks else _JSON.decode()
+                self._proof.tell(target, new_name, f"it can only be {names}", is_for_chunks=is_for_chunks)
                 raise Refused(errno.EINVAL)
             async with node.lock:
                 before = node.name, node.key, node.parent_inode
@@ -243,6 +248,7 @@ class CopyingIn:
         if not is_for_chunks or (isinstance(parent, Fixed) and parent.role is Role.CHUNKS):
             raise Refused(errno.EPERM)
         if not _DIRECTORY.fullmatch(name):
+            self._proof.tell(home, b"prefixes/" + name, "a prefix's name is 32 hex digits", is_for_chunks=False)
             raise Refused(errno.EINVAL)
         if draft is not None:
             if self._names.num_directories >= MAX_DRAFT_DIRECTORIES:
@@ -408,11 +414,15 @@ class CopyingIn:
         if file.is_settled or file.staged.is_over:
             raise Refused(errno.EPERM)  # chunks do not change
         if size > file.staged.limit_bytes:
+            what = "a namespace.json" if file.is_identity else "a chunk here"
+            reason = f"{what} has at most {file.staged.limit_bytes} bytes"
+            self._proof.tell(file.home, file.name, reason, is_for_chunks=not file.is_identity)
             raise Refused(errno.EFBIG)
 
     def _make_draft(self, name: bytes, maker: int | None) -> Node:
         text = name.decode("ascii", "replace")
         if not namespaces.is_directory_name(text):
+            self._proof.tell(None, name, "no namespace can have this name", is_for_chunks=False)
             raise Refused(errno.EINVAL)
         if self._tree.lookup(self._tree.root, name) is not None:
             raise Refused(errno.EEXIST)

@@ -355,6 +355,12 @@ class Operations(GuardedOperations):
                 return
             if is_told_only(own):
                 return
+            if isinstance(node, DraftDirectory) and own == "pin":
+                await self._tier.run(None, self._xattrs.change_pin([*self.tree.staged.below(node)], value))
+                return
+            if isinstance(node, Fixed) and node.table is None and own == "pin":
+                parse_pin(value, 0)  # a pin is for what is there, and the chunks bring theirs
+                return
             if isinstance(node, Fixed) and node.table is None and node.draft is not None and own in LIMITS:
                 check_limit(own, value)
                 node.draft.limits[own] = value

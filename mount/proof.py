@@ -118,8 +118,14 @@ class Proof:
 
     def tell_refused(self, file: StagedFile, error: KvfsError) -> None:
         """Count it, and say why where whoever copies can look."""
-        name = file.home.name if isinstance(file.home, Draft) else file.home.directory
-        path = f"{name}/{file.name.decode('ascii', 'backslashreplace')}"
-        logger.info("%s was copied in and is refused: %s", path, error)
+        self.tell(file.home, file.name, str(error), is_for_chunks=not file.is_identity)
+
+    def tell(self, home: Home | None, name: bytes, reason: str, *, is_for_chunks: bool) -> None:
+        """The same for a name that is not taken; `home` is None in the root."""
+        places = [] if home is None else [home.name if isinstance(home, Draft) else home.directory]
+        if is_for_chunks:  # the chunk's name; somebody may have meant the one in the prefix view
+            places.append("chunks")
+        path = "/".join([*places, name.decode("ascii", "backslashreplace")])
+        logger.info("%s was copied in and is refused: %s", path, reason)
         self._store.counters.copies_refused += 1
-        self._store.events.append("refused", path=path, reason=str(error))
+        self._store.events.append("refused", path=path, reason=reason)

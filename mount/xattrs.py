@@ -120,14 +120,15 @@ class Xattrs:
         if name in _READ_ONLY:
             raise Refused(errno.EPERM)
         if name == "pin" and (chunks := _pinnable(node)) is not None:
-            return self._change_pin(list(chunks), value)
+            return self.change_pin(list(chunks), value)
         table = _namespace(node)
         if table is not None and name in LIMITS:
             check_limit(name, value)
             return lambda: set_limit(self._store, table, name, value)
         raise Refused(errno.ENOTSUP)
 
-    def _change_pin(self, chunks: list[Chunk], value: bytes | None) -> Callable[[], Awaitable[object]]:
+    def change_pin(self, chunks: list[Chunk], value: bytes | None) -> Callable[[], Awaitable[object]]:
+        """What pins these chunks, or ends that. Raises Refused (ENODATA for none to remove), and UsageError."""
         limits = self._store.limits
         if value is None and not any(limits.end_of_pin(chunk) is not None for chunk in chunks):
             raise Refused(errno.ENODATA)

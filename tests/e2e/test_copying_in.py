@@ -281,6 +281,21 @@ def test_rsync_with_links(source: Any, target: Any, engines: Any, wait: Any) -> 
     assert os.getxattr(copy, "user.kvfs.quota") == b"1GiB"
 
 
+@pytest.mark.parametrize("tool", ["rsync -aX", "cp -a"])
+def test_a_namespace_of_which_all_is_pinned(source: Any, target: Any, engines: Any, wait: Any, tool: str) -> None:
+    """So each of its directories says that it is, and the copy takes that, too."""
+    if tool.startswith("rsync") and shutil.which("rsync") is None:
+        pytest.skip("there is no rsync")
+    os.setxattr(source.directory, "user.kvfs.pin", b"forever")
+    assert os.getxattr(source.prefixes / source.key("q"), "user.kvfs.pin") == b"forever"
+    succeeds(*tool.split(), source.directory, target.path)
+    wait(lambda: is_copied(source, target), "the copy is over")
+    check_copy(source, target, engines)
+    copied = target.path / source.directory.name
+    assert os.getxattr(copied, "user.kvfs.pin") == b"forever"
+    assert os.getxattr(copied / "chunks" / source.file("abcd").name, "user.kvfs.pin") == b"forever"
+
+
 def test_tar(source: Any, target: Any, engines: Any, wait: Any) -> None:
     """Through a pipe; over what is there with --overwrite, as tar would remove first what it replaces."""
     for flags in ([], ["--overwrite"]):
@@ -333,6 +348,32 @@ def refusal(write: Callable[[], Any]) -> int | None:
     return None
 
 
+def refusals(mount: Path) -> dict[str, set[str]]:
+    """The reasons that events give, by path."""
+    found: dict[str, set[str]] = {}
+    for line in (mount / ".kvfs/events").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "refused":
+            found.setdefault(event["path"], set()).add(event["reason"])
+    return found
+
+
+def test_what_can_have_no_name_here_is_told(engine: Any, mounted: Any) -> None:
+    """An event names the path, and says which names there can be."""
+    engine.store("a")
+    top = engine.directory.name
+    raw = engine.file("a").read_bytes()
+    assert refusal(lambda: (engine.chunks / "KEY.bin").write_bytes(raw)) == errno.EINVAL
+    (engine.chunks / ".tmp").write_bytes(raw)
+    assert refusal(lambda: os.rename(engine.chunks / ".tmp", engine.chunks / "KEY")) == errno.EINVAL
+    assert refusal(lambda: os.mkdir(engine.prefixes / "KEY")) == errno.EINVAL
+    assert refusal(lambda: os.mkdir(mounted.path / "KEY")) == errno.EINVAL
+    assert refusal(lambda: (engine.directory / "README").write_bytes(raw)) == errno.EPERM
+    assert set(refusals(mounted.path)) == {
+        f"{top}/chunks/KEY.bin", f"{top}/chunks/KEY", f"{top}/prefixes/KEY", "KEY", f"{top}/README",
+    }  # fmt: skip
+
+
 def flipped(raw: bytes, place: int) -> bytes:
     return raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :]
 
@@ -379,9 +420,13 @@ def test_what_does_not_prove_itself_is_refused(source: Any, mounted: Any, tmp_pa
     now = status(mounted.path)
     assert (now["num_staging"], now["staging_bytes"], now["counters"]["mount_errors"]) == (0, 0, 0)
     assert now["counters"]["copies_refused"] >= 2 * len(wrong)
-    events = [json.loads(line) for line in (mounted.path / ".kvfs/events").read_text().splitlines()]
-    reasons = {event["reason"] for event in events if event["event"] == "refused"}
-    assert "layer 0 does not have its checksum" in reasons
+    assert refusals(mounted.path)[f"{source.directory.name}/chunks/{name}"] >= {
+        "layer 0 does not have its checksum",
+        "it is of another namespace: its fingerprint begins with 000000000000",
+        f"it has {len(raw) - 1} bytes instead of {len(raw)}",
+        "it has 6 bytes, fewer than any chunk's header",
+        f"a chunk here has at most {len(raw)} bytes",
+    }
     source.file("ab").write_bytes(raw)
     source.load("abcd")
 
