@@ -165,8 +165,7 @@ def test_an_interrupt_leaves_whole_chunks(source: Mount, target: Mount, tmp_path
     ):
         assert process.stdin is not None
         wait_for("it has begun", lambda: b"import" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
-        # Unbuffered: nothing is left to write at its end.
-        pipe = open(process.stdin.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 (it owns nothing)
+        pipe = io.FileIO(process.stdin.fileno(), "wb", closefd=False)  # nothing is left to write at its end
         with contextlib.suppress(BrokenPipeError), tarfile.open(fileobj=pipe, mode="w|") as archive:
             archive.add(place / NAME / "namespace.json", f"{NAME}/namespace.json")
             for key in keys[:5]:  # an archive is read in records of 10 KiB
