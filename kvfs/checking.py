@@ -109,7 +109,7 @@ def check(volume: Volume, track: Track, *, read_payloads: bool) -> Report:
             index.close()
         report.num_namespaces = len(namespaces)
     if volume.damage:
-        is_ours = not volume.is_foreign or (directory / FILE_NAME).exists() or has_chunks(volume)
+        is_ours = not volume.is_foreign or has_chunks(volume)
         what = f"the superblock of {volume.path} is damaged" if volume.is_foreign and is_ours else volume.damage
         report.add("superblock", what, "rebuild" if is_ours else "")
     rows = _without_overlaps(_possible(rows, namespaces, volume.capacity, report), report)

@@ -148,7 +148,7 @@ def rebuild(volume: Volume, track: Track) -> Rebuilt:
     try:
         try:
             chunks = _scan(volume, before, result, track)
-            if volume.is_foreign and not chunks and before.index is None:
+            if volume.is_foreign and not chunks:
                 raise UsageError(f"nothing on {volume.path} shows that it is a kvfs volume; it is left as it is")
             _write(volume, before, chunks, result)
         finally:

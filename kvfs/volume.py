@@ -331,7 +331,7 @@ def _read_superblock(fd: int, path: Path, system: System) -> tuple[bytes, int]:
     if magic != MAGIC:
         if path.with_name(INDEX).exists():
             raise ForeignVolume(
-                f"the superblock of {path} is damaged, but its index is there: kvfs fsck {path.parent} --rebuild mends it"
+                f"the superblock of {path} is damaged, for an index is beside it: kvfs fsck {path.parent} --rebuild mends it if chunks are on it"
             )
         raise ForeignVolume(
             f"{path} is not a kvfs volume (if it was one before: kvfs fsck {path.parent} --rebuild); name another "
