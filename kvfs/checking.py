@@ -34,7 +34,8 @@ class Finding:
     Attributes:
         kind: "superblock", "length", "index", "document", "namespace", "row", "overlap", "chunk" or "unreadable".
         what: a sentence.
-        remedy: "rebuild", or "mount" for what the next mount mends, or "" if there is none.
+        remedy: "rebuild"; "mount" for what the next mount mends; "load" for a chunk that is dropped when it is loaded or
+            verified, and by a rebuild; or "" if there is none.
     """
 
     kind: str
@@ -109,7 +110,8 @@ def check(volume: Volume, track: Track, *, read_payloads: bool) -> Report:
         report.num_namespaces = len(namespaces)
     if volume.damage:
         is_ours = not volume.is_foreign or has_chunks(volume)
-        report.add("superblock", volume.damage, "rebuild" if is_ours else "")
+        what = f"the superblock of {volume.path} is damaged" if volume.is_foreign and is_ours else volume.damage
+        report.add("superblock", what, "rebuild" if is_ours else "")
     rows = _without_overlaps(_possible(rows, namespaces, volume.capacity, report), report)
     if read_payloads:
         _check_payloads(volume, rows, namespaces, report, track)
@@ -222,7 +224,7 @@ def named(tally: Tally) -> dict[str, int]:
 
 def _count(report: Report, row: ChunkRow, reason: str) -> None:
     if reason:
-        report.add("chunk", f"{_name(row)} is bad: {reason}", "mount")
+        report.add("chunk", f"{_name(row)} is bad: {reason}", "load")
         return
     report.num_chunks += 1
     report.chunk_bytes += row.length

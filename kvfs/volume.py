@@ -34,6 +34,7 @@ import xxhash
 from kvfs.chunk import ALIGNMENT
 from kvfs.config import exact_size, format_size
 from kvfs.errors import FormatError, UsageError
+from kvfs.index import FILE_NAME as INDEX
 from kvfs.system import System
 
 log = logging.getLogger(__name__)
@@ -328,9 +329,13 @@ def _read_superblock(fd: int, path: Path, system: System) -> tuple[bytes, int]:
     system.preadv(fd, [block], 0)
     magic, version, identity, capacity, _ = _HEAD.unpack_from(block)
     if magic != MAGIC:
+        if path.with_name(INDEX).exists():
+            raise ForeignVolume(
+                f"the superblock of {path} is damaged, for an index is beside it: kvfs fsck {path.parent} --rebuild mends it if chunks are on it"
+            )
         raise ForeignVolume(
-            f"{path} is not a kvfs volume; name another directory, or remove the file if it is yours "
-            f"(if it was a volume before: kvfs fsck {path.parent})"
+            f"{path} is not a kvfs volume (if it was one before: kvfs fsck {path.parent} --rebuild); name another "
+            "directory, or remove the file if it is yours"
         )
     is_whole = _SUM.unpack_from(block, _HEAD.size)[0] == xxhash.xxh3_64_intdigest(block[: _HEAD.size])
     if version != VERSION and (version > VERSION or is_whole):

@@ -64,8 +64,17 @@ def _described(place: Path) -> str:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
             size = os.fstat(file.fileno()).st_size
-    except (FileNotFoundError, IsADirectoryError) as error:
+    except FileNotFoundError as error:
+        if not _is_left(place):
+            raise UsageError(f"there is no kvfs volume in {place}") from error
+        return f"what was left of a volume in {place}"
+    except IsADirectoryError as error:
         raise UsageError(f"there is no kvfs volume in {place}") from error
+    if magic != MAGIC and _is_left(place):
+        raise UsageError(
+            f"the superblock of {path} is damaged: kvfs fsck {place} --rebuild mends it; to be rid of it remove the file, and "
+            "destroy what is left"
+        )
     if magic != MAGIC:
         raise UsageError(f"{path} is not a kvfs volume; if it was one, and you want to be rid of it, remove the file")
     chunks = "chunks"
@@ -75,6 +84,15 @@ def _described(place: Path) -> str:
     except (FormatError, UsageError):
         pass
     return f"the volume of {format_size(size)} in {place}, with its {chunks}"
+
+
+def _is_left(place: Path) -> bool:
+    """Whether there is an index, or a document of a namespace, beside a volume that is lost."""
+    try:
+        Index.open_trusted(place / INDEX, None).close()
+    except (FormatError, UsageError):
+        return bool(Documents(place).read().by_directory)
+    return True
 
 
 def _ask(what: str) -> None:
@@ -94,6 +112,6 @@ def _remove(place: Path) -> None:
         place.joinpath(name).unlink(missing_ok=True)
     if place.joinpath(DIRECTORY).is_dir():
         Documents(place).destroy()
-    place.joinpath(VOLUME).unlink()
+    place.joinpath(VOLUME).unlink(missing_ok=True)
     if not any(place.iterdir()):
         place.rmdir()

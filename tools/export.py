@@ -70,7 +70,7 @@ def export(
     name = mounted.ask(path, lambda beat: listing.find_namespace(path, namespace, beat))
     prefixes = [checked_prefix(prefix) for prefix in prefixes]
     mounted.ask(path, lambda beat: _check_destination(path, name, destination, beat))
-    chunks = mounted.ask(path, lambda beat: _select(path, name, prefixes, beat))
+    chunks = progress.ask(path, lambda beat: _select(path, name, prefixes, beat), "looking for chunks")
     done = Copied([name])
     write = functools.partial(_to_tar if is_tar(destination) else _to_directory, path, name, chunks, destination, done)
     total = sum(size for _, size in chunks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +50,7 @@ def make_volume(
     if (place / FILE_NAME).exists():
         raise UsageError(f"there is a volume in {place} already; `kvfs destroy {place}` removes it")
     logging.basicConfig(format="kvfs: %(message)s")
+    is_made = not place.exists()
     try:
         with closing(Volume.open(place, size_bytes, System())) as volume:
             index = Index.open(place / INDEX, volume.identity)
@@ -60,6 +61,10 @@ def make_volume(
                 _fill(volume)
     except OSError as error:
         raise KvfsError(f"cannot write the volume in {place}: {error.strerror or error}") from error
+    finally:
+        if is_made:
+            with suppress(OSError):  # it holds the volume, unless that was refused
+                place.rmdir()
 
 
 def _fill(volume: Volume) -> None:

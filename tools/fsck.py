@@ -92,7 +92,11 @@ def _report_lines(report: Report) -> list[str]:
     remedies = {finding.remedy for finding in report.findings}
     if "rebuild" in remedies:
         lines.append(f"kvfs: to mend it: kvfs fsck {report.directory} --rebuild")
-    elif "mount" in remedies:
+    elif "load" in remedies:
+        lines.append(
+            f"kvfs: what is bad is never given out: a load or kvfs verify drops it; kvfs fsck {report.directory} --rebuild does now"
+        )
+    if remedies == {"mount"}:
         lines.append("kvfs: the next mount mends it, and forgets what is bad")
     return lines
 

@@ -18,7 +18,7 @@ import typer
 
 from kvfs.config import format_size
 from kvfs.errors import UsageError
-from kvfs.tools import listing, mounted
+from kvfs.tools import listing, mounted, progress
 from kvfs.tools.listing import Entry
 from kvfs.tools.words import format_duration, printable
 
@@ -56,15 +56,18 @@ def list_cache(
     if namespace is None:
         if chunks:
             raise UsageError("say whose chunks: kvfs ls MOUNTPOINT NAMESPACE --chunks")
-        kind, entries = "namespace", mounted.ask(path, lambda beat: listing.list_namespaces(path, beat))
+        kind, entries = "namespace", progress.ask(path, lambda beat: listing.list_namespaces(path, beat), "looking")
         total = len(entries)
     else:
         name = mounted.ask(path, lambda beat: listing.find_namespace(path, namespace, beat))
         if chunks:
             kind = "chunk"
-            entries, total = mounted.ask(path, lambda beat: listing.list_chunks(path, name, limit, beat))
+            entries, total = progress.ask(path, lambda beat: listing.list_chunks(path, name, limit, beat), "looking")
         else:
-            kind, entries = "prefix", mounted.ask(path, lambda beat: listing.list_prefixes(path, name, beat))
+            kind, entries = (
+                "prefix",
+                progress.ask(path, lambda beat: listing.list_prefixes(path, name, beat), "looking"),
+            )
             total = len(entries)
     entries = entries[:limit]
     if as_json:
@@ -92,7 +95,10 @@ def _mount(path: str) -> str:
 
 def plain(entry: Entry) -> dict[str, Any]:
     """What is known of an entry, for programs."""
-    facts = asdict(entry) | {"tiers": None if entry.tiers is None else sorted(entry.tiers), "short_path": None}
+    facts = asdict(entry) | {
+        "tiers": None if entry.tiers is None else sorted(entry.tiers, reverse=True),
+        "short_path": None,
+    }
     return {name: value for name, value in facts.items() if value is not None}
 
 

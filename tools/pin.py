@@ -141,7 +141,9 @@ def _run(
 ) -> None:  # fmt: skip
     wanted = [checked_prefix(prefix) for prefix in prefixes or ()]
     path = mounted.find(mountpoint)
-    selection = mounted.ask(path, lambda beat: _select(path, namespace, wanted, beat, only_pinned=until is None))
+    selection = progress.ask(
+        path, lambda beat: _select(path, namespace, wanted, beat, only_pinned=until is None), "counting"
+    )
     for prefix in selection.unmatched:
         typer.echo(f"kvfs: {unmatched_sentence([prefix])}", err=True)
     done = Pinning(selection.namespace, until=until, dry_run=dry_run)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -23,7 +24,9 @@ from rich.progress import (
 from kvfs.tools import mounted
 from kvfs.tools.mounted import Beat
 
+PATIENCE_S = 1.0
 STEP_DEADLINE_S = 35.0  # for one request: the daemon itself gives a slow device 30 s, kvfs.mount.tier_work
+T = TypeVar("T")
 STOP_DEADLINE_S = 5.0  # after Ctrl-C, for the step that is under way
 
 
@@ -44,6 +47,31 @@ class Track:
         """Say that the mount answers and that so much more is done; 0 is fine."""
         self._beat()
         self._advance(amount)
+
+
+def ask(path: str, look: Callable[[Beat], T], what: str) -> T:
+    """What `mounted.ask` returns; on a terminal it says `what` is being done once that has lasted a while."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return mounted.ask(path, look)
+    status = console.status(f"{what} …")
+    lock, is_over = threading.Lock(), threading.Event()
+
+    def show() -> None:
+        with lock:
+            if not is_over.is_set():
+                status.start()
+
+    timer = threading.Timer(PATIENCE_S, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        return mounted.ask(path, look)
+    finally:
+        timer.cancel()
+        with lock:
+            is_over.set()
+            status.stop()
 
 
 def run(path: str, work: Callable[[Track], None], what: str, total: int, *, is_bytes: bool = False) -> bool:

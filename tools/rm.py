@@ -144,7 +144,7 @@ def remove(
     for prefix in selection.unmatched:
         typer.echo(f"kvfs: {unmatched_sentence([prefix])}", err=True)
 
-    found = mounted.ask(path, lambda beat: _count(path, selection, beat))
+    found = progress.ask(path, lambda beat: _count(path, selection, beat), "counting")
     if named and not (everything or selection.goes_whole or dry_run) and age_s is None:
         _confirm_emptied(mountpoint, selection, found)
     done = Removal(list(selection.directories))

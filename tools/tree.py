@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from kvfs.chunk import SUFFIX
-from kvfs.tools import listing, ls, mounted
+from kvfs.tools import listing, ls, mounted, progress
 from kvfs.tools.listing import Entry
 from kvfs.tools.mounted import Beat
 
@@ -51,7 +51,7 @@ def tree(
 ) -> None:
     """Draw the prefixes as a tree, the last used first, with sizes, last use and pins."""
     path = mounted.find(mountpoint)
-    drawn = mounted.ask(path, lambda beat: _look(path, namespace, depth, limit, beat))
+    drawn = progress.ask(path, lambda beat: _look(path, namespace, depth, limit, beat), "looking")
     if as_json:
         document = {each.name: _nested(each) for each, _ in drawn}
         typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))

@@ -26,6 +26,7 @@ Takes the mount away even if it is busy or its daemon is stopped, and does not w
 """
 
 PATIENCE_S = 1.0
+_NOT_ALLOWED = "you may not unmount {}: ask root, or whoever mounted it"
 
 
 def umount(
@@ -51,6 +52,8 @@ def umount(
         return
     except UnavailableError as error:
         raise UnavailableError(f"{error}; `kvfs umount --force` takes the mount away all the same") from error
+    if os.geteuid() and mounted.ask(path, lambda _: os.stat(path).st_uid) != os.geteuid():
+        raise UsageError(_NOT_ALLOWED.format(path))
     daemon_fd = _open_process(pid)
     try:
         _unmount(path, lazy=False)
@@ -66,7 +69,7 @@ def _unmount(path: str, *, lazy: bool) -> None:
     if mountpoints.unmount(path, lazy=lazy):
         return
     if lazy:
-        raise UsageError(f"you may not unmount {path}: ask root, or whoever mounted it")
+        raise UsageError(_NOT_ALLOWED.format(path))
     users = users_of(path)
     who = f"in use by {described(users)}" if users else "something is open in it"
     raise UsageError(f"{path} is busy: {who}; end that, or use `kvfs umount --force`")

@@ -87,7 +87,7 @@ def verify(
     The daemon drops what it finds bad on NVMe itself.
     """
     path = mounted.find(mountpoint)
-    chunks = mounted.ask(path, lambda beat: _list(path, namespace, beat))
+    chunks = progress.ask(path, lambda beat: _list(path, namespace, beat), "looking for chunks")
     found = Findings()
     try:
         work = functools.partial(_verify, path, chunks, found)

@@ -79,7 +79,7 @@ def test_format_refuses_what_cannot_be(tmp_path: Path, place: str, size: str, se
     assert result.returncode == 2
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
-    assert not (tmp_path / place / "volume").exists()
+    assert not (tmp_path / place).exists()
 
 
 def test_destroy_leaves_what_is_not_ours(tmp_path: Path) -> None:
@@ -107,6 +107,28 @@ def test_destroy_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     result = kvfs("destroy", tmp_path / "v", "--yes")
     assert (result.returncode, result.stderr) == (0, "")
     assert not (tmp_path / "v").exists()
+
+
+def test_destroy_of_what_a_lost_volume_left(tmp_path: Path) -> None:
+    assert kvfs("format", tmp_path / "v", "1MiB").returncode == 0
+    (tmp_path / "v" / "volume").unlink()
+    result = kvfs("destroy", tmp_path / "v", "--yes")
+    assert (result.returncode, result.stdout) == (0, f"kvfs: removed what was left of a volume in {tmp_path}/v\n")
+    assert not (tmp_path / "v").exists()
+
+
+def test_a_superblock_that_was_written_over_is_to_be_mended(tmp_path: Path) -> None:
+    """Its index says that it was a volume: nobody is told first to remove it."""
+    place = tmp_path / "v"
+    assert kvfs("format", place, "1MiB").returncode == 0
+    with (place / "volume").open("r+b") as file:
+        file.write(bytes(4096))
+    mending = f"kvfs fsck {place} --rebuild"
+    mount = kvfs("mount", tmp_path / "m", "--ram=1MiB", f"--nvme={place}:1MiB", f"--socket-directory={tmp_path}/run")
+    for result in (mount, kvfs("destroy", place, "--yes")):
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr.startswith(f"kvfs: the superblock of {place}/volume is damaged")
+        assert mending in result.stderr
 
 
 @pytest.mark.parametrize(("answer", "is_gone"), [(b"y\n", True), (b"n\n", False), (b"\n", False)])
@@ -185,7 +207,7 @@ def test_a_lost_index_is_brought_back(mount: Mount, volume: Path) -> None:
 
 
 @needs_fuse
-def test_what_is_bad_is_told_and_forgotten_by_the_next_mount(mount: Mount, volume: Path) -> None:
+def test_what_is_bad_is_told_and_dropped_by_a_rebuild(mount: Mount, volume: Path) -> None:
     mount.start()
     keys = store(mount.path, list(range(48)))
     assert kvfs("umount", mount.path).returncode == 0
@@ -200,7 +222,9 @@ def test_what_is_bad_is_told_and_forgotten_by_the_next_mount(mount: Mount, volum
     line, summary, remedy = result.stdout.splitlines()
     assert line == f"chunk       chunk {keys[1]} at {begin} is bad: its bytes are not those of the chunk"
     assert "2 good chunks, 16.0 KiB" in summary
-    assert remedy == "kvfs: the next mount mends it, and forgets what is bad"
+    assert remedy == (
+        f"kvfs: what is bad is never given out: a load or kvfs verify drops it; kvfs fsck {volume} --rebuild does now"
+    )
     result = kvfs("fsck", volume, "--rebuild")
     assert "1 chunk of the old index had not their bytes, and are gone" in result.stdout
     assert kvfs("fsck", volume, "--payload").returncode == 0
