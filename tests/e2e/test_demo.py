@@ -55,6 +55,7 @@ def command(out: Path) -> list[str]:
     return [sys.executable, "-m", "kvfs.tools.demo", "--out", str(out)]
 
 
+@pytest.mark.slow  # a minute; CI runs the demo itself
 def test_the_demo(environment: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "demo" / "result.json"
     done = subprocess.run(

@@ -642,6 +642,7 @@ LOG = pytest.mark.expect_log(
 
 
 @LOG
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 async def test_the_power_goes_at_every_step(tmp_path: Path, verb: str) -> None:
     """Whatever of the unsynced writes reached the disk."""

@@ -71,7 +71,7 @@ def test_a_cut_between_two_members(target: Mount, tmp_path: Path) -> None:
     keys = store(target.path, list(range(16 * 3)))
     whole = tmp_path / "whole.tar"
     assert kvfs("export", target.path, "tiny", whole).returncode == 0
-    assert kvfs("rm", target.path, "tiny").returncode == 0
+    assert kvfs("rm", target.path, "tiny", "--all").returncode == 0
     with tarfile.open(whole) as file:
         cut = whole.read_bytes()[: file.getmembers()[2].offset]
     path = tmp_path / "cut.tar"
@@ -100,7 +100,7 @@ def test_files_that_are_none(target: Mount, tmp_path: Path) -> None:
     os.truncate(large, 1 << 42)
     result = kvfs("import", target.path, place)
     ends(result, 1, f"{fifo}  it is no regular file\n")
-    assert result.stdout == "kvfs: imported 0 chunks, 0 B; 1 were there already; 4 refused\n"
+    assert result.stdout == "kvfs: imported 0 chunks, 0 B; 1 was there already; 4 refused\n"
     for line in (f"{link}  No such file", f"{device}  it is no regular file\n", f"{large}  it is too large\n"):
         assert line in result.stderr
     json_path = place / NAME / "namespace.json"
