@@ -660,6 +660,7 @@ async def test_the_power_goes_at_every_step_in_many_ways(tmp_path: Path, verb: s
     print(f"KVFS_SEED={seed} {verb}: {num_steps} steps, {num_disks} disks")
 
 
+@pytest.mark.slow
 async def test_killed_at_any_step_of_a_rebuild(tmp_path: Path) -> None:
     """Of the index, old or new, one is there and complete, whichever file had been made, renamed or removed by then."""
     async with open_store(settings_in(tmp_path, nvme=2 * MIB)) as store:
