@@ -11,7 +11,8 @@ import pytest
 
 from kvfs.engine_adapters.vllm_orders import LoadReport, StepReport
 from kvfs.engine_adapters.vllm_scheduler import MAX_LEASED_REQUESTS
-from kvfs.testing import DaemonProcess, settings_in, socket_path
+from kvfs.testing import settings_in, socket_path
+from kvfs.testing.daemon import DaemonProcess
 
 from .conftest import Node
 from .vllm_stand_in import BLOCK, CHUNK, StandIn, request_of

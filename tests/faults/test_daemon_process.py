@@ -15,11 +15,11 @@ import pytest
 from kvfs.client import RETRY_S, Client
 from kvfs.errors import UnavailableError
 from kvfs.keys import KeyChain
-from kvfs.messages import StoreStatus, Tier
+from kvfs.messages import StoreStatus
 from kvfs.namespace import Namespace
 from kvfs.testing import (
-    DaemonProcess,
     chain_of,
+    load_right,
     new_chunks,
     payload_of,
     plain_mount,
@@ -28,6 +28,7 @@ from kvfs.testing import (
     socket_path,
     tiny_namespace,
 )
+from kvfs.testing.daemon import DaemonProcess
 
 NS = tiny_namespace()
 MIB = sized_namespace(1 << 20)
@@ -59,23 +60,6 @@ def store_chain(client: Client, chain: KeyChain, *, at_once: int = 4) -> list[St
                 reservation.payload[:] = payload_of(reservation.chunk.chain, reservation.geometry)  # type: ignore[arg-type]
         statuses += client.publish(reservations)
     return statuses
-
-
-def load_right(client: Client, chain: KeyChain) -> set[bytes]:
-    """Load a chain; whatever comes is compared with what it must be. Returns the keys that came."""
-    load = client.load(chain.chains)
-    found: set[bytes] = set()
-    if load is None:
-        return found
-    with load:
-        for index, source in enumerate(load.sources):
-            if source is not Tier.NONE:
-                geo = load.geometry(index)
-                right = memoryview(payload_of(chain.chains[index], geo))
-                for layer, places in enumerate(geo.layers):
-                    assert load.layer(index, layer) == right[places[0].begin : places[-1].end]
-                found.add(chain.keys[index])
-    return found
 
 
 def until(condition: Callable[[], object], deadline_s: float = 10.0) -> float:

@@ -21,7 +21,6 @@ from kvfs.mount.session import serve_sessions
 from kvfs.opening import open_store
 from kvfs.store import Store
 from kvfs.testing import (
-    DaemonProcess,
     chain_of,
     plain_mount,
     settings_in,
@@ -29,6 +28,7 @@ from kvfs.testing import (
     store_chain,
     tiny_namespace,
 )
+from kvfs.testing.daemon import DaemonProcess
 
 NS = tiny_namespace()
 

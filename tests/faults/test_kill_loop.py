@@ -23,10 +23,10 @@ import pytest
 
 from kvfs.client import Client
 from kvfs.keys import KeyChain
-from kvfs.messages import StoreStatus, Tier
+from kvfs.messages import StoreStatus
 from kvfs.testing import (
-    ForkedDaemonProcess,
     chain_of,
+    load_right,
     new_chunks,
     payload_of,
     plain_mount,
@@ -34,6 +34,7 @@ from kvfs.testing import (
     socket_path,
     tiny_namespace,
 )
+from kvfs.testing.daemon import ForkedDaemonProcess
 
 from .volumes import chunk_file
 
@@ -186,23 +187,6 @@ def make_and_remove_a_namespace(engine: Engine) -> None:
 VERBS: tuple[Callable[[Engine], None], ...] = (
     store, store, store, store, store, store, load, load, remove, pin, unpin, copy_in, make_and_remove_a_namespace,
 )  # fmt: skip
-
-
-def load_right(client: Client, chain: KeyChain) -> set[bytes]:
-    """Load a chain, chunk by chunk; whatever comes is compared with what it must be. Returns the keys that came."""
-    load = client.load(chain.chains)
-    found: set[bytes] = set()
-    if load is None:
-        return found
-    with load:
-        for index, source in enumerate(load.sources):
-            if source is not Tier.NONE:
-                geo = load.geometry(index)
-                right = memoryview(payload_of(chain.chains[index], geo))
-                for layer, places in enumerate(geo.layers):
-                    assert load.layer(index, layer) == right[places[0].begin : places[-1].end]
-                found.add(chain.keys[index])
-    return found
 
 
 class Load:

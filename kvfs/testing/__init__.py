@@ -1,0 +1,294 @@
+"""What tests of kvfs, and of whatever is built on it, share: fakes, tiny namespaces, chunks whose bytes follow from
+their chain value; in `daemon` a daemon without FUSE in a process of its own.
+
+Nothing here is used by kvfs itself. There are no mocks: a `FaultySystem` really reads and writes, until it is told to
+fail.
+
+Concurrency: the methods of a `FaultySystem` are called in the volume's threads, its attributes are set by the test.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from kvfs import keys
+from kvfs.catalog import Chunk, ChunkTable
+from kvfs.chunk import Geometry, checksum
+from kvfs.client import Client
+from kvfs.config import Settings
+from kvfs.intake import Handed, Reservation, WindowSlot
+from kvfs.keys import ChainHash, KeyChain
+from kvfs.messages import NewChunk, StoreStatus, Tier
+from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
+from kvfs.opening import open_store
+from kvfs.store import Store
+from kvfs.system import System
+from kvfs.volume import aligned_buffer
+
+# systems
+
+
+class FaultySystem(System):
+    """A system that counts what it does, and fails or waits when told to.
+
+    Attributes:
+        read_error, write_error, sync_error, allocate_error: an errno, or 0 for success.
+        bad_reads: offsets of the volume at which reads fail with EIO, whatever `read_error` says.
+        max_transfer: bytes after which a read or write comes back short.
+        reads, writes: (offset, length) of each so far; num_syncs.
+        read_gate, write_gate, sync_gate: while clear, such calls wait. They are set at first.
+        now_ns: the time, if it is to stand still.
+    """
+
+    def __init__(self) -> None:
+        self.read_error = self.write_error = self.sync_error = self.allocate_error = 0
+        self.bad_reads: set[int] = set()
+        self.max_transfer = 1 << 30
+        self.reads: list[tuple[int, int]] = []
+        self.writes: list[tuple[int, int]] = []
+        self.num_syncs = 0
+        self.read_gate, self.write_gate, self.sync_gate = (threading.Event() for _ in range(3))
+        self.now_ns: int | None = None
+        self.open_gates()
+
+    def open_gates(self) -> None:
+        """Let every call go on."""
+        for gate in (self.read_gate, self.write_gate, self.sync_gate):
+            gate.set()
+
+    def time_ns(self) -> int:
+        """`now_ns`, or the real time."""
+        return super().time_ns() if self.now_ns is None else self.now_ns
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """See `System`."""
+        self.read_gate.wait()
+        self.reads.append((offset, sum(len(buffer) for buffer in buffers)))
+        _raise(self.read_error or (errno.EIO if offset in self.bad_reads else 0))
+        return super().preadv(fd, [buffers[0][: self.max_transfer]], offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        """See `System`."""
+        self.write_gate.wait()
+        self.writes.append((offset, sum(len(buffer) for buffer in buffers)))
+        _raise(self.write_error)
+        return super().pwritev(fd, [buffers[0][: self.max_transfer]], offset)
+
+    def fdatasync(self, fd: int) -> None:
+        """See `System`."""
+        self.sync_gate.wait()
+        self.num_syncs += 1
+        _raise(self.sync_error)
+        super().fdatasync(fd)
+
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        """See `System`."""
+        _raise(self.allocate_error)
+        super().fallocate(fd, offset, length)
+
+
+class LosingSystem(FaultySystem):
+    """A system that remembers what a power loss could take: every write since the last sync, with the bytes before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._unsynced: list[tuple[int, bytes]] = []
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        """See `System`."""
+        before = aligned_buffer(len(buffers[0]))
+        with self._lock:
+            count = System.preadv(self, fd, [before], offset)
+            self._unsynced.append((offset, bytes(before[:count])))
+        return super().pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        """See `System`."""
+        with self._lock:
+            num_before = len(self._unsynced)
+        super().fdatasync(fd)
+        with self._lock:
+            del self._unsynced[:num_before]
+
+    def lose(self, volume: Path) -> None:
+        """Take every write that was not synced back out of (a copy of) the volume."""
+        with self._lock, open(volume, "r+b") as file:
+            for offset, before in reversed(self._unsynced):
+                file.seek(offset)
+                file.write(before)
+
+
+def _raise(number: int) -> None:
+    if number:
+        raise OSError(number, os.strerror(number))
+
+
+# namespaces and chunks
+
+
+def tiny_namespace(
+    model: str = "tests/tiny", *, num_layers: int = 4, head_size: int = 40, tokens_per_chunk: int = 16, rank: int = 0
+) -> Namespace:
+    """A namespace whose chunks are small, whose layers differ, and whose payload needs padding."""
+    identity = Identity(
+        model=model, revision="1", kv_dtype="BF16", layout="test", num_layers=num_layers, num_kv_heads=3,
+        head_size=head_size, tokens_per_chunk=tokens_per_chunk,
+    )  # fmt: skip
+    keys_, values = (TensorSpec(name, "BF16", (3, tokens_per_chunk, head_size), 1) for name in ("k", "v"))
+    scale = TensorSpec("scale", "F32", (tokens_per_chunk,), 0)
+    first = LayerRun(1, (keys_, values, scale))
+    runs = (first, LayerRun(num_layers - 1, (keys_, values))) if num_layers > 1 else (first,)
+    return Namespace(identity, runs, rank, rank + 1)
+
+
+def sized_namespace(chunk_bytes: int, model: str = "tests/sized", num_layers: int = 4) -> Namespace:
+    """A namespace whose chunk files have just under `chunk_bytes` bytes, in equal layers; for tests that count room."""
+    identity = Identity(
+        model=f"{model}-{chunk_bytes}", revision="1", kv_dtype="U8", layout="test", num_layers=num_layers,
+        num_kv_heads=1, head_size=1, tokens_per_chunk=16,
+    )  # fmt: skip
+    row = (chunk_bytes - 4096) // num_layers // 16
+    return Namespace(identity, (LayerRun(num_layers, (TensorSpec("kv", "U8", (16, row), 0),)),))
+
+
+def chain_of(namespace: Namespace, num_chunks: int, seed: int = 0) -> KeyChain:
+    """The chain of a prompt that `seed` names; prompts of different seeds share nothing."""
+    step = namespace.identity.tokens_per_chunk
+    root = keys.root(namespace.identity.fingerprint(), [str(seed)])
+    return KeyChain(root, step, list(range(num_chunks * step)))
+
+
+def payload_of(chain: ChainHash, geo: Geometry) -> bytes:
+    """The payload of the chunk with this chain value: whoever knows the chain can tell right bytes from wrong ones."""
+    block = b"".join(struct.pack("<I", number) + chain for number in range(113))  # 4068 bytes, no divisor of a page
+    return (block * (geo.payload_bytes // len(block) + 1))[: geo.payload_bytes]
+
+
+def layer_of(chain: ChainHash, geo: Geometry, layer: int) -> bytes:
+    """The bytes of one layer of that payload."""
+    places = geo.layers[layer]
+    return payload_of(chain, geo)[places[0].begin : places[-1].end]
+
+
+def checksums_of(payload: bytes, geo: Geometry) -> tuple[int, ...]:
+    """The checksum of each layer."""
+    return tuple(checksum(payload[places[0].begin : places[-1].end]) for places in geo.layers)
+
+
+def new_chunks(chain: KeyChain, begin: int = 0, end: int | None = None) -> list[NewChunk]:
+    """What a client sends to store chunks of a chain."""
+    return [
+        NewChunk(chain.chains[i], keys.key_of(chain.parent_of(i)), i, chain.tokens_per_chunk)
+        for i in range(begin, len(chain.chains) if end is None else end)
+    ]
+
+
+@asynccontextmanager
+async def open_table(
+    directory: Path, namespace: Namespace, system: System | None = None, **settings: Any
+) -> AsyncIterator[tuple[Store, ChunkTable]]:
+    """A store with `settings_in` the directory, and the table of the namespace."""
+    async with open_store(settings_in(directory, **settings), system) as store:
+        try:
+            yield store, store.attach(namespace)
+        finally:
+            if isinstance(system, FaultySystem):  # a test that failed would wait for ever
+                system.open_gates()
+
+
+async def store_chunk(store: Store, table: ChunkTable, new: NewChunk, payload: bytes | None = None) -> StoreStatus:
+    """Reserve and publish one chunk as a session does; the payload is that of `payload_of` unless given."""
+    reservation = store.reserve(table, new)
+    if not isinstance(reservation, Reservation):
+        return reservation
+    return await publish_chunk(store, reservation, payload)
+
+
+async def publish_chunk(store: Store, reservation: Reservation, payload: bytes | None = None) -> StoreStatus:
+    """Publish what was reserved. The checksums are those of the right payload, even if another is given."""
+    geo = reservation.geometry
+    right = payload_of(ChainHash(reservation.new.chain), geo)
+    window_fd = os.memfd_create("test-window", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(window_fd, right if payload is None else payload, 0)
+        handed = Handed(reservation, WindowSlot(window_fd, 0), checksums_of(right, geo))
+        return (await store.publish([handed]))[0]
+    finally:
+        os.close(window_fd)
+
+
+async def store_chain(store: Store, table: ChunkTable, chain: KeyChain) -> list[StoreStatus]:
+    """Store all chunks of a chain, one after the other."""
+    return [await store_chunk(store, table, new) for new in new_chunks(chain)]
+
+
+def load_right(client: Client, chain: KeyChain) -> set[bytes]:
+    """Load a chain, chunk by chunk; whatever comes is compared with what it must be. Returns the keys that came."""
+    load = client.load(chain.chains)
+    found: set[bytes] = set()
+    if load is None:
+        return found
+    with load:
+        for index, source in enumerate(load.sources):
+            if source is not Tier.NONE:
+                geo = load.geometry(index)
+                right = memoryview(payload_of(chain.chains[index], geo))
+                for layer, places in enumerate(geo.layers):
+                    assert load.layer(index, layer) == right[places[0].begin : places[-1].end]
+                found.add(chain.keys[index])
+    return found
+
+
+async def read_all(store: Store, chunk: Chunk) -> bytes:
+    """The whole verified file of a chunk, as a reader of the mount gets it. Raises as `Store.read` does."""
+    store.lease(chunk)
+    try:
+        return bytes(await store.read(chunk, 0, chunk.length))
+    finally:
+        store.release(chunk)
+
+
+async def eventually(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
+    """Return when the condition holds; raises TimeoutError if it never does."""
+    try:
+        with trio.fail_after(deadline_s):
+            while not condition():  # noqa: ASYNC110 - a condition of other threads and processes
+                await trio.sleep(0.002)
+    except trio.TooSlowError as error:
+        raise TimeoutError(f"it did not come true within {deadline_s:g} s") from error
+
+
+# places
+
+
+def settings_in(directory: Path, *, ram: int = 8 << 20, nvme: int | None = 32 << 20, **others: Any) -> Settings:
+    """Small settings whose every path lies in `directory`, which gets a "mount": see `plain_mount`."""
+    return Settings(
+        mountpoint=str(plain_mount(directory)), ram_bytes=ram, nvme_bytes=nvme,
+        nvme_directory=None if nvme is None else str(directory / "nvme"),
+        **{"huge_pages": "never", "window_bytes": 4 << 20, "io_threads": 2, **others},
+    )  # fmt: skip
+
+
+def plain_mount(directory: Path) -> Path:
+    """A directory that stands in for a mount: its session link leads to ``directory/socket``."""
+    link = directory / "mount" / ".kvfs" / "session"
+    if not link.is_symlink():
+        link.parent.mkdir(parents=True)
+        link.symlink_to(socket_path(directory))
+    return directory / "mount"
+
+
+def socket_path(directory: Path) -> str:
+    """Where the daemon of a test in this directory listens."""
+    return str(directory / "socket")
