@@ -6,19 +6,18 @@ the processes that were started are ended, and their directory is removed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 from rich.console import Console
 
 from kvfs.errors import KvfsError
 from kvfs.tools.demo import model, report
+from kvfs.tools.demo.entry import run_demo
 from kvfs.tools.demo.mounting import NVME, RAM, Mount, scratch_directory
 from kvfs.tools.demo.processes import run_worker
 from kvfs.tools.demo.prompt import NUM_TOKENS
@@ -114,26 +113,9 @@ def _show(console: Console, mount: Mount, runs: dict[str, Run], text: str, out: 
     return 1 if mistakes else 0
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM is taken as Ctrl-C, so that it cleans up as well."""
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     """Entry point of `python -m kvfs.tools.demo`."""
-    parser = argparse.ArgumentParser(prog="kvfs-demo", description="One prompt, cold, warm, restarted and evicted.")
-    parser.add_argument("--out", type=Path, default=Path("demo/result.json"), help="where to leave the result")
-    out = parser.parse_args().out.absolute()
-    signal.signal(signal.SIGTERM, _interrupt)
-    console = Console()
-    try:
-        return run(console, out)
-    except KvfsError as error:
-        console.print(f"kvfs demo: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
-        return 1
-    except KeyboardInterrupt:
-        console.print("interrupted; the mount is gone", highlight=False)
-        return 130
+    return run_demo("kvfs-demo", "One prompt, cold, warm, restarted and evicted.", "demo/result.json", run)
 
 
 if __name__ == "__main__":

@@ -6,19 +6,18 @@ mount is taken away and its directory removed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 from rich.console import Console
 
 from kvfs.errors import KvfsError
 from kvfs.tools.demo import model
+from kvfs.tools.demo.entry import run_demo
 from kvfs.tools.demo.mounting import NVME, RAM, Mount, scratch_directory
 from kvfs.tools.demo_vllm import report
 from kvfs.tools.demo_vllm.finding import find_vllm
@@ -96,26 +95,9 @@ def _show(console: Console, runs: dict[str, Run], metrics: list[str], out: Path)
     return 1 if mistakes else 0
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM is taken as Ctrl-C, so that it cleans up as well."""
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     """Entry point of `python -m kvfs.tools.demo_vllm`."""
-    parser = argparse.ArgumentParser(prog="kvfs-demo-vllm", description="One prompt through two vLLM servers.")
-    parser.add_argument("--out", type=Path, default=Path("demo/vllm.json"), help="where to leave the result")
-    out = parser.parse_args().out.absolute()
-    signal.signal(signal.SIGTERM, _interrupt)
-    console = Console()
-    try:
-        return run(console, out)
-    except KvfsError as error:
-        console.print(f"kvfs demo: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
-        return 1
-    except KeyboardInterrupt:
-        console.print("interrupted; the servers and the mount are gone", highlight=False)
-        return 130
+    return run_demo("kvfs-demo-vllm", "One prompt through two vLLM servers.", "demo/vllm.json", run)
 
 
 if __name__ == "__main__":
