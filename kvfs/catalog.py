@@ -33,7 +33,7 @@ class Chunk(Member):
         position: index in its chain; num_tokens: tokens it holds.
         length: bytes of the whole file, a multiple of 4096.
         created_ns, last_used_ns: nanoseconds since the epoch; only an engine's load counts as use.
-        hits: loads so far.
+        hits: loads so far; returns: how often it was stored again after an eviction.
         ram, nvme: offset in the arena and in the volume, or NOWHERE. `nvme` is set once the bytes are durable.
         leases: holders who rely on the extents; neither is reused while it is above zero.
         is_proven: the extent on NVMe was verified, or written, since the daemon started.
@@ -44,7 +44,7 @@ class Chunk(Member):
 
     __slots__ = (
         "created_ns", "hits", "is_proven", "is_removed", "last_used_ns", "leases", "length", "num_tokens", "nvme", "ram",
-        "table",
+        "returns", "table",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +57,7 @@ class Chunk(Member):
         self.created_ns = created_ns
         self.last_used_ns = created_ns
         self.hits = 0
+        self.returns = 0
         self.ram = NOWHERE
         self.nvme = NOWHERE
         self.leases = 0
@@ -82,6 +83,13 @@ class Chunk(Member):
     def is_dirty(self) -> bool:
         """Whether the bytes are in RAM only."""
         return self.ram != NOWHERE and self.nvme == NOWHERE
+
+    def above(self) -> Chunk | None:
+        """The stored chunk that this one is built on."""
+        if not self.position:
+            return None
+        above = self.table.chunks.get(self.parent)
+        return above if above is not None and above.position + 1 == self.position else None
 
     def prefix(self) -> list[Chunk]:
         """What is stored of the chain that leads to this chunk, itself included, head first."""

@@ -40,6 +40,10 @@ _MAX_FILE_DOTS = (
     1000  # a key of 5,000 dotted parts, 10 KB, takes tomllib 97 MiB, and one of 50,000 a hundred times that
 )
 MAX_SOCKET_DIRECTORY_BYTES = 76  # sockaddr_un holds 107; the daemon adds a directory and a name, 30 together
+POLICIES = ("lru", "learned", "arc", "s3fifo", "lfu", "lfu-ttl", "cost", "fifo")
+"""What `kvfs.policies.named` has."""
+DEFAULT_POLICY = "lru"
+_CLASS = re.compile(r"^[A-Za-z_]\w{0,99}(\.[A-Za-z_]\w{0,99}){0,19}:[A-Za-z_]\w{0,99}$", re.ASCII)
 _SIZE = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*$", re.ASCII)
 
 
@@ -101,6 +105,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         huge_pages: "auto" takes huge pages where the system has them, "never" takes 4 KiB pages.
         window_bytes: most memory that one session may use to hand over chunks ("window").
         io_threads: threads that read and write the volume.
+        policy: who goes first when a tier is full: a name of `kvfs.policies.named`, or a class as ``package.module:Class``.
         log_level, log_file: what is logged, and where if not to stderr.
 
     Raises ConfigError when built with values that are out of range or contradict each other.
@@ -116,6 +121,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     huge_pages: HugePages = "auto"
     window_bytes: int = 64 << 20
     io_threads: int = 4
+    policy: str = DEFAULT_POLICY
     log_level: LogLevel = "info"
     log_file: str | None = None
 
@@ -141,6 +147,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         _check_range("window", self.window_bytes, 1 << 16, 1 << 40)
         if not 1 <= self.io_threads <= MAX_IO_THREADS:
             raise _Mistake("io_threads", f" is {self.io_threads}; it must lie between 1 and {MAX_IO_THREADS}")
+        if self.policy not in POLICIES and not _CLASS.match(self.policy):
+            raise _Mistake(
+                "policy", f" is {self.policy!r}; it must be {_one_of(POLICIES)}, or a class as package.module:Class"
+            )
         for name, allowed in (("access", Access), ("huge_pages", HugePages), ("log_level", LogLevel)):
             if getattr(self, name) not in get_args(allowed):
                 raise _Mistake(name, f" is {getattr(self, name)!r}; it must be {_one_of(get_args(allowed))}")
@@ -161,7 +171,7 @@ class _Mistake(ConfigError):
 
 NAMES: dict[str, type[Any]] = {
     "mountpoint": str, "ram": int, "nvme": str, "socket_directory": str, "allow_other": bool, "access": str,
-    "huge_pages": str, "window": int, "io_threads": int, "log_level": str, "log_file": str,
+    "huge_pages": str, "window": int, "io_threads": int, "policy": str, "log_level": str, "log_file": str,
 }  # fmt: skip
 """Every setting as it is called in the TOML file and on the command line, with its type; sizes are int."""
 
@@ -219,6 +229,7 @@ def to_toml(settings: Settings) -> str:
         f"huge_pages = {_quote(settings.huge_pages)}",
         f"window = {_quote(exact_size(settings.window_bytes))}",
         f"io_threads = {settings.io_threads}",
+        f"policy = {_quote(settings.policy)}",
         f"log_level = {_quote(settings.log_level)}",
     ]
     if settings.log_file is not None:

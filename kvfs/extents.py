@@ -53,6 +53,11 @@ class ExtentAllocator:
         """The offset of a free extent of `length` bytes (a multiple of 4096), or None if there is none."""
         if length <= 0 or length % ALIGNMENT:
             raise ValueError(f"{length} is not a positive multiple of {ALIGNMENT}")
+        starts = self._starts.get(length)
+        if starts:
+            start = next(iter(starts))
+            self._delete(start, length)
+            return start
         index = bisect_left(self._lengths, length)
         if index == len(self._lengths):
             return None

@@ -1,48 +1,147 @@
 """Ghosts: what is remembered of chunks that went, bounded in number.
 
-A ghost says when a chunk went, why, and how often it had been loaded, so that a chunk that comes back goes on where it
+A ghost says when a chunk went, why, and how often it had been used, so that a chunk that comes back goes on where it
 was, and so that "it was here, why is it gone?" has an answer. No I/O, no waiting.
+
+There are several times as many of them as chunks, so each takes 20 bytes (some 26 with all around it), in buckets of
+a few dozen; a bucket more is made by splitting one, so that no call takes long (linear hashing). In a bucket the oldest
+is first. A chunk is known by 64 bits of its key and namespace: two that share them are taken for one, and a count of
+uses is wrong.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+import functools
+import hashlib
+import struct
+from typing import NamedTuple
 
 MAX_GHOSTS = 65_536
-"""Some 25 MB at most."""
+"""As many there are at most while there are few chunks."""
+
+_MARK_BYTES = 8
+_FACTS = struct.Struct("<QHBB")  # when, hits, returns, why
+_MOST_HITS, _MOST_RETURNS = 0xFFFF, 0xFF
+_WHYS = ("evict", "rm", "corrupt", "expire", "bypass")
+_BUCKET_SIZE = 48  # on average, at most
 
 
-@dataclass(frozen=True, slots=True)
-class Ghost:
-    """A chunk that went: when (nanoseconds since the epoch), why ("evict", "rm", "corrupt"), its hits until then."""
+class Ghost(NamedTuple):
+    """A chunk that went: when (nanoseconds since the epoch), why ("evict", "rm", "corrupt"), its hits and returns."""
 
     gone_ns: int
     why: str
     hits: int
+    returns: int = 0
+
+
+class _Bucket:
+    """Marks and facts, in the same order, the oldest first."""
+
+    __slots__ = ("facts", "marks")
+
+    def __init__(self) -> None:
+        self.marks = bytearray()
+        self.facts = bytearray()
+
+    def find(self, mark: bytes) -> int:
+        """The place of a mark, or -1."""
+        position = self.marks.find(mark)
+        while position % _MARK_BYTES and position >= 0:  # the end of one and the begin of the next
+            position = self.marks.find(mark, position + 1)
+        return position // _MARK_BYTES
+
+    def delete(self, place: int) -> None:
+        """Forget the ghost at a place."""
+        del self.marks[place * _MARK_BYTES : (place + 1) * _MARK_BYTES]
+        del self.facts[place * _FACTS.size : (place + 1) * _FACTS.size]
 
 
 class Ghosts:
-    """The chunks that went last, by namespace directory and key."""
+    """The chunks that went last, by namespace directory and key.
+
+    Attributes: limit: how many are kept. Above it the oldest of the bucket that grows makes room; while there is one
+    bucket that is the oldest of all.
+    """
 
     def __init__(self, limit: int = MAX_GHOSTS) -> None:
-        self._limit = limit
-        self._ghosts: OrderedDict[tuple[str, bytes], Ghost] = OrderedDict()
+        self.limit = limit
+        self._num_ghosts = 0
+        self._buckets = [_Bucket()]
+        self._mask = 0  # of the buckets of this round
+        self._next_split = 0
 
     def __len__(self) -> int:
-        return len(self._ghosts)
+        return self._num_ghosts
 
     def add(self, directory: str, key: bytes, ghost: Ghost) -> None:
-        """Remember a chunk; the oldest ghost makes room."""
-        self._ghosts[directory, key] = ghost
-        self._ghosts.move_to_end((directory, key))
-        if len(self._ghosts) > self._limit:
-            self._ghosts.popitem(last=False)
+        """Remember a chunk; the oldest make room."""
+        bucket, mark = self._find(directory, key)
+        place = bucket.find(mark)
+        if place >= 0:
+            bucket.delete(place)
+            self._num_ghosts -= 1
+        gone_ns, why, hits, returns = ghost
+        if hits > _MOST_HITS:
+            hits = _MOST_HITS
+        if returns > _MOST_RETURNS:
+            returns = _MOST_RETURNS
+        bucket.marks += mark
+        bucket.facts += _FACTS.pack(gone_ns, hits, returns, _WHYS.index(why))
+        self._num_ghosts += 1
+        while self._num_ghosts > self.limit and len(bucket.marks) > _MARK_BYTES:
+            bucket.delete(0)
+            self._num_ghosts -= 1
+        if self._num_ghosts > _BUCKET_SIZE * len(self._buckets):
+            self._split()
 
     def get(self, directory: str, key: bytes) -> Ghost | None:
         """What is remembered of a chunk."""
-        return self._ghosts.get((directory, key))
+        bucket, mark = self._find(directory, key)
+        place = bucket.find(mark)
+        return _ghost(bucket, place) if place >= 0 else None
 
     def pop(self, directory: str, key: bytes) -> Ghost | None:
         """The same, and forget it: the chunk came back."""
-        return self._ghosts.pop((directory, key), None)
+        bucket, mark = self._find(directory, key)
+        place = bucket.find(mark)
+        if place < 0:
+            return None
+        ghost = _ghost(bucket, place)
+        bucket.delete(place)
+        self._num_ghosts -= 1
+        return ghost
+
+    def _find(self, directory: str, key: bytes) -> tuple[_Bucket, bytes]:
+        """The bucket that a chunk belongs to, and its mark there."""
+        number = int.from_bytes(key[:_MARK_BYTES], "little") ^ _salt(directory)
+        place = number & self._mask
+        if place < self._next_split:  # that one was split already in this round
+            place = number & (2 * self._mask + 1)
+        return self._buckets[place], number.to_bytes(_MARK_BYTES, "little")
+
+    def _split(self) -> None:
+        """Move what belongs there from the next bucket into a new one."""
+        old, left, right = self._buckets[self._next_split], _Bucket(), _Bucket()
+        bit = self._mask + 1
+        for place in range(len(old.marks) // _MARK_BYTES):
+            mark = old.marks[place * _MARK_BYTES : (place + 1) * _MARK_BYTES]
+            side = right if int.from_bytes(mark, "little") & bit else left
+            side.marks += mark
+            side.facts += old.facts[place * _FACTS.size : (place + 1) * _FACTS.size]
+        self._buckets[self._next_split] = left
+        self._buckets.append(right)
+        self._next_split += 1
+        if self._next_split > self._mask:
+            self._mask = 2 * self._mask + 1
+            self._next_split = 0
+
+
+def _ghost(bucket: _Bucket, place: int) -> Ghost:
+    gone_ns, hits, returns, why = _FACTS.unpack_from(bucket.facts, place * _FACTS.size)
+    return Ghost(gone_ns, _WHYS[why], hits, returns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _salt(directory: str) -> int:
+    return int.from_bytes(hashlib.blake2b(directory.encode(), digest_size=_MARK_BYTES).digest(), "little")

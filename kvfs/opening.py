@@ -21,6 +21,7 @@ from kvfs.errors import UsageError
 from kvfs.index import FILE_NAME, Index
 from kvfs.memory import largest_arena
 from kvfs.metrics import Counters, EventLog
+from kvfs.policies import named as policies
 from kvfs.recovery import recover
 from kvfs.residency import Residency
 from kvfs.scanning import has_chunks
@@ -99,6 +100,7 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
     """
     system = system or System()
     _check_memory(settings, system)
+    make_policy = policies.maker(settings.policy)
     events, counters = EventLog(system), Counters()
     windows = settings.window_bytes * _MAX_WINDOWS
     with _told("the RAM tier"):
@@ -120,17 +122,18 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
                 volume = Volume.open(directory, settings.nvme_bytes, system)
                 index = Index.open(directory / FILE_NAME, volume.identity)
                 await trio.to_thread.run_sync(_hold_back, volume, index)
-            nvme = NvmeTier(volume, settings.io_threads)
+            nvme = NvmeTier(volume, settings.io_threads, make_policy(system.monotonic))
             documents = Documents(directory)
             commits = Commits(index, nvme.extents.free, documents)
-        residency = Residency(RamTier(arena), nvme, commits, counters, events, system)
+        ram = RamTier(arena, make_policy(system.monotonic))
+        residency = Residency(ram, nvme, commits, counters, events, system)
         if index is not None and nvme is not None and commits is not None and documents is not None:
             with _told(f"the documents of the namespaces in {documents.path}"):
                 nvme.extents = await trio.to_thread.run_sync(recover, residency, nvme, commits, index, documents)
             commits.use(nvme.extents.free)
             _tell_of_unclaimed(nvme)
         async with trio.open_nursery() as nursery:
-            store = Store(settings, system, residency, nursery, volume)
+            store = Store(settings, system, residency, nursery, arena, volume)
             life = trio.CancelScope(shield=True)
             store.run_in(nursery, life)
             try:

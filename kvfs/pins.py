@@ -85,7 +85,7 @@ class Pins:
             while above is not None and above not in self._held and above not in found:
                 found.add(above)
                 size += above.length
-                above = _built_on(above)
+                above = above.above()
         return size
 
     def pin(self, chunk: Chunk, until_ns: int) -> None:
@@ -140,7 +140,7 @@ class Pins:
                 place = (above.table, above.parent, above.position - 1)
                 self._children[place] = self._children.get(place, 0) + 1
             self._held_changed(above, True)
-            above = _built_on(above)
+            above = above.above()
 
     def _let_go(self, chunk: Chunk) -> None:
         """The chunk is held for one reason less; stop holding it, and what it is built on, if that was the last."""
@@ -158,12 +158,6 @@ class Pins:
                 if not self._children[place]:
                     del self._children[place]
             self._held_changed(above, False)
-            above = _built_on(above)
+            above = above.above()
             if above is not None and (above in self._until or self._num_children(above)):
                 above = None
-
-
-def _built_on(chunk: Chunk) -> Chunk | None:
-    """The stored chunk that this one is built on."""
-    above = chunk.table.chunks.get(chunk.parent) if chunk.position else None
-    return above if above is not None and above.position + 1 == chunk.position else None

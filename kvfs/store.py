@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 import trio
 
 from kvfs import namespace as namespaces
+from kvfs.arena import Arena
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.chunk import Facts, geometry, parse_header, verify_payload
 from kvfs.cold_reads import ColdReads
@@ -51,12 +52,18 @@ class Store:
     """
 
     def __init__(
-        self, settings: Settings, system: System, residency: Residency, nursery: trio.Nursery, volume: Volume | None
+        self,
+        settings: Settings,
+        system: System,
+        residency: Residency,
+        nursery: trio.Nursery,
+        arena: Arena,
+        volume: Volume | None,
     ) -> None:
         self.settings = settings
         self.system = system
         self.volume = volume
-        self.arena = residency.ram.arena
+        self.arena = arena
         self.counters = residency.counters
         self.events = residency.events
         self.limits = Limits(residency, system)

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _BYTES_A_THREAD = 64 << 20  # of a publish: a thread more for less takes the core from the engine that fills the next
 _ROOM_DEADLINE_S = 20.0  # for a copy that is faster than the volume
 _MAX_WAITING_FOR_ROOM = 64
+_MAX_BYPASSED = 4096  # so many keys a message has at most
 
 
 class Storing:
@@ -60,11 +61,14 @@ class Storing:
         self._counters = residency.counters
         self._events = residency.events
         self._num_waiting_for_room = 0
+        self._bypassed: dict[tuple[ChunkTable, bytes], None] = {}  # the last ones, that were not stored since
         self._looked_at: set[ChunkTable] = set()  # whether their chunks fit
 
     def forget(self, table: ChunkTable) -> None:
         """A namespace was removed."""
         self._looked_at.discard(table)
+        for place in [place for place in self._bypassed if place[0] is table]:
+            del self._bypassed[place]
 
     def reserve(self, table: ChunkTable, new: NewChunk) -> Reservation | StoreStatus:
         """Room in RAM for a chunk to come, or why there is none. Raises UsageError for an impossible one."""
@@ -74,13 +78,33 @@ class Storing:
             self._counters.stores_existing += 1
             return StoreStatus.EXISTS
         parent = _parent(table, Key(new.parent), new.position)
-        fits = self._fits(geo) and self._limits.make_room(table, geo.file_bytes, parent)
-        offset = self._residency.reserve_ram(geo.file_bytes) if fits else None
-        if offset is None:
-            self._counters.stores_refused += 1
+        if parent is None and (table, new.parent) in self._bypassed:
+            self._bypass(table, key, new)
             return StoreStatus.REFUSED
+        fits = self._fits(geo) and self._limits.make_room(table, geo.file_bytes, parent)
+        offset = self._residency.reserve_ram(geo.file_bytes, parent) if fits else None
+        if offset is None:
+            if fits and self._writer is None:
+                self._bypass(table, key, new)
+            else:
+                self._counters.stores_refused += 1
+            return StoreStatus.REFUSED
+        if self._bypassed:
+            self._bypassed.pop((table, key), None)
         table.reserved_bytes += geo.file_bytes
         return Reservation(table, new, key, geo, offset)
+
+    def _bypass(self, table: ChunkTable, key: Key, new: NewChunk) -> None:
+        """A RAM cache does without a chunk that would be the first to go; neither does it take what is built on it.
+
+        That it was asked for counts, so that what is asked for again and again gets its place.
+        """
+        self._counters.stores_refused += 1
+        chunk = Chunk(table, key, Key(new.parent), new.position, new.num_tokens, self._system.time_ns(), 0)
+        self._residency.bypass(chunk)
+        self._bypassed[table, key] = None
+        if len(self._bypassed) > _MAX_BYPASSED:
+            del self._bypassed[next(iter(self._bypassed))]
 
     def _fits(self, geo: Geometry) -> bool:
         """Whether every tier is as large as a chunk: one that the volume can never hold would stay dirty for ever."""
@@ -179,11 +203,9 @@ class Storing:
         chunk, moves = self._residency.catalog.create(
             reservation.table, reservation.key, Key(new.parent), new.position, new.num_tokens, created_ns, inode
         )
+        if self._residency.recall(chunk) == "evict":
+            self._counters.stores_returned += 1
         self._residency.ram.place(chunk, reservation.offset)
-        ghost = self._residency.ghosts.pop(chunk.table.directory, chunk.key)
-        if ghost is not None:
-            chunk.hits = ghost.hits
-            self._counters.stores_returned += ghost.why == "evict"
         self._counters.stores_published += 1
         self._counters.published_bytes += chunk.length
         self._events.append("publish", namespace=chunk.table.directory, key=chunk.key.hex())

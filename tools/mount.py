@@ -87,6 +87,16 @@ def mount(
         int | None,
         Flag(metavar="N", show_default=str(_DEFAULTS["io_threads"]), help="Threads that read and write the volume."),
     ] = None,
+    policy: Annotated[
+        str | None,
+        Flag(
+            metavar="NAME",
+            show_default=str(_DEFAULTS["policy"]),
+            help="Who goes first when a tier is full: "
+            + ", ".join(config.POLICIES)
+            + ", or package.module:Class. `kvfs simulate` tells them apart.",
+        ),
+    ] = None,
     socket_directory: Annotated[
         str | None,
         Flag(metavar="DIR", show_default=config.default_socket_directory(), help="Where the sockets for engines lie."),
@@ -111,7 +121,7 @@ def mount(
             config_file,
             {
                 "mountpoint": mountpoint, "ram": ram, "nvme": nvme, "allow_other": allow_other,
-                "access": access, "huge_pages": huge_pages, "window": window, "io_threads": io_threads,
+                "access": access, "huge_pages": huge_pages, "window": window, "io_threads": io_threads, "policy": policy,
                 "socket_directory": socket_directory, "log_level": log_level, "log_file": log_file,
             },
         )  # fmt: skip

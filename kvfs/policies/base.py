@@ -1,33 +1,97 @@
-"""The interface of a policy. See the package for what a policy may not do."""
+"""The interface of a policy, and what a policy may know of an entry. See the package for what a policy may not do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Generic, Protocol, Self, TypeVar
 
-Entry = TypeVar("Entry")
+Clock = Callable[[], float]
+"""Seconds that never go back. A policy is given one when it is made; a test or a simulation gives its own."""
+
+Mark = tuple[Hashable, bytes]
+"""Who an entry is, also when it went and came back as another object."""
 
 
-class Policy(Protocol, Generic[Entry]):
-    """An order of eviction over the entries of one tier.
+class Entry(Hashable, Protocol):
+    """What a policy may look at; a chunk has all of it.
 
-    The tier guarantees: each entry is inserted once before it is touched or removed, and the order is not changed
-    while `victims` is being iterated.
+    Attributes:
+        table: its namespace; key: unique there, and evenly distributed; parent: key of the entry it is built on;
+            position: how many are above it.
+        length: bytes it takes; num_tokens: what it saves the engine from computing.
+        hits: loads so far, the present one included; returns: how often it was stored again after an eviction.
     """
 
-    def insert(self, entry: Entry) -> None:
+    @property
+    def table(self) -> Hashable:
+        """See above."""
+
+    @property
+    def key(self) -> bytes:
+        """See above."""
+
+    @property
+    def parent(self) -> bytes:
+        """See above."""
+
+    @property
+    def position(self) -> int:
+        """See above."""
+
+    @property
+    def length(self) -> int:
+        """See above."""
+
+    @property
+    def num_tokens(self) -> int:
+        """See above."""
+
+    @property
+    def hits(self) -> int:
+        """See above."""
+
+    @property
+    def returns(self) -> int:
+        """See above."""
+
+    def above(self) -> Self | None:
+        """What it is built on, in whatever tier; None if that is not stored."""
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Policy(Protocol, Generic[E]):
+    """An order of eviction over the entries of one tier.
+
+    The tier guarantees: each entry is inserted once before it is touched or removed, and nothing is called while
+    `victims` is being iterated.
+    """
+
+    def insert(self, entry: E) -> None:
         """An entry came into the tier; it counts as just used."""
 
-    def touch(self, prefix: Sequence[Entry]) -> None:
-        """These entries of one chain, from head to tail, were used together. Those not in the tier are skipped."""
+    def touch(self, prefix: Sequence[E]) -> None:
+        """An engine loaded these entries of one chain, from head to tail. Those not in the tier are skipped."""
 
-    def demote(self, entry: Entry) -> None:
-        """This entry cannot be reached any more; it goes before all others."""
+    def built_on(self, prefix: Sequence[E]) -> None:
+        """The last of these entries of one chain are new: what they are built on must not go before them.
 
-    def remove(self, entry: Entry) -> None:
-        """An entry left the tier; one that is not there is no error."""
+        That is no use of them: what an engine loads and continues comes by `touch` too.
+        """
 
-    def victims(self, may_go: Callable[[Entry], bool]) -> Iterator[Entry]:
-        """The entries that may go, the first to go first."""
+    def bypassed(self, entry: E) -> None:
+        """An entry was asked for and did not come into the tier, since it would have been the first to go."""
+
+    def remove(self, entry: E) -> None:
+        """An entry left the tier, for whatever reason; one that is not there is no error."""
+
+    def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
+        """The entries that may go, each once, the first to go first; what is built on an entry goes before it."""
 
     def __len__(self) -> int: ...
+
+
+def mark_of(entry: Entry) -> Mark:
+    """See `Mark`."""
+    return entry.table, entry.key

@@ -1,63 +1,93 @@
-"""A policy with some entries set aside: they are in the tier and never go, and looking for victims does not meet them."""
+"""A policy with some entries set aside: those that never go, and those that go before all others.
+
+Looking for victims does not meet the former; the latter cannot be reached any more, because what they are built on went.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Generic
 
-from kvfs.policies.base import Entry, Policy
+from kvfs.policies.base import E, Policy
 
 
-class Holding(Generic[Entry]):
-    """Another policy's order, without the entries that are held.
+class Holding(Generic[E]):
+    """Another policy's order, without the entries that are held or unreachable. It is a policy too.
 
-    Invariant: an entry of the tier is either in the order or among the held ones. `is_held` says of a new one which;
-    later the caller says so by `hold` and `let_go`.
+    Invariant: an entry of the tier is in the order, or among the held ones, or among the unreachable ones. A new one is
+    held if `is_held` says so; later the caller says it by `hold` and `let_go`.
     """
 
-    def __init__(self, order: Policy[Entry], is_held: Callable[[Entry], bool]) -> None:
+    def __init__(self, order: Policy[E], is_held: Callable[[E], bool] | None = None) -> None:
         self._order = order
-        self._is_held = is_held
-        self._held: set[Entry] = set()
+        self.is_held = is_held
+        self._held: set[E] = set()
+        self._unreachable: dict[E, None] = {}
 
     def __len__(self) -> int:
-        return len(self._order) + len(self._held)
+        return len(self._order) + len(self._held) + len(self._unreachable)
 
-    def hold(self, entry: Entry) -> None:
+    def hold(self, entry: E) -> None:
         """An entry must not go from now on; one that is not in the tier is no error."""
         before = len(self._order)
         self._order.remove(entry)
-        if len(self._order) < before:
+        if len(self._order) < before or self._unreachable.pop(entry, self) is None:
             self._held.add(entry)
 
-    def let_go(self, entry: Entry) -> None:
+    def let_go(self, entry: E) -> None:
         """An entry may go again, and counts as just used; one that is not in the tier is no error."""
         if entry in self._held:
             self._held.remove(entry)
             self._order.insert(entry)
 
-    def insert(self, entry: Entry) -> None:
+    def demote(self, entry: E) -> None:
+        """What an entry is built on went: it goes before all others, the last one first, until it is touched."""
+        before = len(self._order)
+        self._order.remove(entry)
+        if len(self._order) < before:
+            self._unreachable[entry] = None
+
+    def insert(self, entry: E) -> None:
         """See `Policy`."""
-        if self._is_held(entry):
+        if self.is_held is not None and self.is_held(entry):
             self._held.add(entry)
         else:
             self._order.insert(entry)
 
-    def touch(self, prefix: Sequence[Entry]) -> None:
+    def touch(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""
+        if self._unreachable:
+            self._reach(prefix)
         self._order.touch(prefix)
 
-    def demote(self, entry: Entry) -> None:
+    def built_on(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""
-        self._order.demote(entry)
+        if self._unreachable:
+            self._reach(prefix)
+        self._order.built_on(prefix)
 
-    def remove(self, entry: Entry) -> None:
+    def _reach(self, prefix: Sequence[E]) -> None:
+        for entry in prefix:
+            if entry in self._unreachable:
+                del self._unreachable[entry]
+                self._order.insert(entry)
+
+    def bypassed(self, entry: E) -> None:
+        """See `Policy`."""
+        self._order.bypassed(entry)
+
+    def remove(self, entry: E) -> None:
         """See `Policy`."""
         if entry in self._held:
             self._held.remove(entry)
+        elif entry in self._unreachable:
+            del self._unreachable[entry]
         else:
             self._order.remove(entry)
 
-    def victims(self, may_go: Callable[[Entry], bool]) -> Iterator[Entry]:
+    def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
         """See `Policy`."""
-        return self._order.victims(may_go)
+        if not self._unreachable:
+            return self._order.victims(may_go)
+        return chain(filter(may_go, reversed(self._unreachable)), self._order.victims(may_go))

@@ -10,37 +10,40 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic
 
-from kvfs.policies.base import Entry
+from kvfs.policies.base import E
 
 
-class LeafFirstLRU(Generic[Entry]):
+class LeafFirstLRU(Generic[E]):
     """The order: the first entry goes first, the last was used last."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[Entry, None] = OrderedDict()
+        self._order: OrderedDict[E, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def insert(self, entry: Entry) -> None:
+    def insert(self, entry: E) -> None:
         """See `Policy`."""
         self._order[entry] = None
 
-    def touch(self, prefix: Sequence[Entry]) -> None:
+    def touch(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""
+        order = self._order
         for entry in reversed(prefix):
-            if entry in self._order:
-                self._order.move_to_end(entry)
+            if entry in order:
+                order.move_to_end(entry)
 
-    def demote(self, entry: Entry) -> None:
+    def built_on(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""
-        if entry in self._order:
-            self._order.move_to_end(entry, last=False)
+        self.touch(prefix)
 
-    def remove(self, entry: Entry) -> None:
+    def bypassed(self, entry: E) -> None:
+        """See `Policy`: nothing is learned from it."""
+
+    def remove(self, entry: E) -> None:
         """See `Policy`."""
         self._order.pop(entry, None)
 
-    def victims(self, may_go: Callable[[Entry], bool]) -> Iterator[Entry]:
+    def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
         """See `Policy`."""
-        return (entry for entry in self._order if may_go(entry))
+        return filter(may_go, self._order)

@@ -7,8 +7,10 @@ belongs to it until it ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
 
 import trio
 
@@ -16,12 +18,14 @@ from kvfs import chunk as chunk_format
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.errors import CorruptChunk
 from kvfs.extents import ExtentAllocator
-from kvfs.policies import LeafFirstLRU, Policy
-from kvfs.volume import SUPERBLOCK_BYTES, Volume
+from kvfs.policies import Holding, Policy
+from kvfs.volume import SUPERBLOCK_BYTES
 
 _MIN_SLICE_BYTES = 256 << 10
 _MAX_SLICE_BYTES = 2 << 20
 _MAX_REMEMBERED = 1024
+_VICTIMS_AT_ONCE = 64
+_TIMES_WANTED = 4  # so much room is made at once: commits are not free
 _WHOLE_BYTES = 5 << 18  # a chunk up to here is read at once: quarters of 1 MiB come at 0.86 of the speed
 
 
@@ -55,6 +59,27 @@ def slices(geo: chunk_format.Geometry) -> Iterator[Slice]:
             begin, first = end - end % chunk_format.ALIGNMENT, layer + 1
 
 
+class Device(Protocol):
+    """What the tier needs of a volume, see `kvfs.volume.Volume`."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the whole, superblock included."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it is read and written past the page cache."""
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill the buffer. Raises OSError."""
+
+    def write(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write the buffers, one behind the other. Raises OSError."""
+
+    def sync(self) -> None:
+        """Make what was written durable. Raises OSError."""
+
+
 class NvmeTier:
     """The volume, what is free in it, and who goes first.
 
@@ -63,10 +88,10 @@ class NvmeTier:
         is_degraded: the last write failed; writes are being retried, chunks may leave RAM without one.
     """
 
-    def __init__(self, volume: Volume, num_threads: int) -> None:
+    def __init__(self, volume: Device, num_threads: int, policy: Policy[Chunk]) -> None:
         self.volume = volume
         self.extents = ExtentAllocator(volume.capacity - SUPERBLOCK_BYTES, base=SUPERBLOCK_BYTES)
-        self.policy: Policy[Chunk] = LeafFirstLRU()
+        self.policy: Holding[Chunk] = Holding(policy)
         self.is_degraded = False
         self.num_threads = num_threads
         self.limiter = trio.CapacityLimiter(num_threads)
@@ -101,6 +126,17 @@ class NvmeTier:
     async def sync(self) -> None:
         """Make what was written durable. Raises OSError."""
         await trio.to_thread.run_sync(self.volume.sync, limiter=self.limiter)
+
+    def least_worthy(self, wanted: int) -> list[Chunk]:
+        """Who has to go so that `wanted` bytes, and some for those that come next, will be free; empty if nobody may."""
+        victims: list[Chunk] = []
+        found = 0
+        for victim in islice(self.policy.victims(lambda chunk: not chunk.leases), _VICTIMS_AT_ONCE):
+            victims.append(victim)
+            found += victim.length
+            if found >= _TIMES_WANTED * wanted:
+                break
+        return victims
 
     def place(self, chunk: Chunk, offset: int) -> None:
         """The extent at `offset` now durably holds this chunk."""

@@ -7,45 +7,71 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
+from typing import Protocol
 
-from kvfs.arena import Arena
 from kvfs.catalog import NOWHERE, Chunk
 from kvfs.extents import ExtentAllocator
-from kvfs.policies import LeafFirstLRU, Policy
+from kvfs.policies import Holding, Policy
 
 _VICTIMS_AT_ONCE = 16
+
+
+class Memory(Protocol):
+    """What the tier needs of an arena: its size, and its bytes for whoever asks for them."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole."""
+
+    @property
+    def view(self) -> memoryview:
+        """All of them, writable."""
 
 
 class RamTier:
     """The arena, what is free in it, and who goes first.
 
-    Attributes: arena, extents, policy. Chunks in the policy are exactly those that are visible and have an extent.
+    Attributes: memory, extents, policy. Chunks in the policy are exactly those that are visible and have an extent.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-        self.extents = ExtentAllocator(arena.size_bytes)
-        self.policy: Policy[Chunk] = LeafFirstLRU()
+    def __init__(self, memory: Memory, policy: Policy[Chunk]) -> None:
+        self.memory = memory
+        self.extents = ExtentAllocator(memory.size_bytes)
+        self.policy: Holding[Chunk] = Holding(policy)
 
     def view(self, offset: int, length: int) -> memoryview:
         """The bytes of an extent, writable."""
-        return self.arena.view[offset : offset + length]
+        return self.memory.view[offset : offset + length]
 
-    def reserve(self, length: int, may_go: Callable[[Chunk], bool], evict: Callable[[Chunk], None]) -> int | None:
+    def reserve(
+        self,
+        length: int,
+        may_go: Callable[[Chunk], bool],
+        evict: Callable[[Chunk], None],
+        above: Chunk | None = None,
+    ) -> int | None:
         """An extent of `length` bytes, or None if not even eviction makes room.
 
-        `evict` is called for the victims one after the other; it has to give their extents back.
+        `evict` is called for the victims one after the other; it has to give their extents back. With `above`, what the
+        newcomer would be built on, it gets no room where that would go next: it cannot be worth more.
         """
         if length > self.extents.capacity:
             return None
-        while (offset := self.extents.allocate(length)) is None:
-            victims = list(islice(self.policy.victims(may_go), _VICTIMS_AT_ONCE))
+        extents = self.extents
+        offset = extents.allocate(length)
+        num_asked = 1
+        while offset is None:
+            victims = list(islice(self.policy.victims(may_go), num_asked))
             if not victims:
                 return None
             for victim in victims:
+                if victim is above:
+                    return None
                 evict(victim)
-                if self.extents.largest_free >= length:
+                if extents.largest_free >= length:
                     break
+            offset = extents.allocate(length)
+            num_asked = min(2 * num_asked, _VICTIMS_AT_ONCE)
         return offset
 
     def place(self, chunk: Chunk, offset: int) -> None:

@@ -1,20 +1,83 @@
-"""Policies: the order in which entries go. Pure, so a list is model enough."""
+"""Policies: the order in which entries go. Pure, so a list is model enough; for what is learned, counting it all anew."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvfs.policies import LeafFirstLRU
+from kvfs.errors import UsageError
+from kvfs.policies import Holding, LeafFirstLRU, Policy
+from kvfs.policies.base import Clock
+from kvfs.policies.cost import weigh
+from kvfs.policies.learned import Learned
+from kvfs.policies.named import NAMES, maker
+from kvfs.policies.reuse import EDGES, NUM_SPANS, Reuse, span_of
+
+LEAF_FIRST = ("learned", "cost")
+
+
+class Item:
+    """An entry. `table` maps keys to what is stored, in whatever tier."""
+
+    def __init__(self, table: Table, number: int, above: Item | None, length: int = 4096) -> None:
+        self.table = table
+        self.number = number
+        self.key = random.Random(number).randbytes(16)
+        self.parent = above.key if above is not None else b"\0" * 16
+        self.position = above.position + 1 if above is not None else 0
+        self.length = length
+        self.num_tokens = 256
+        self.hits = self.returns = 0
+
+    def __repr__(self) -> str:
+        return f"<{self.number}>"
+
+    def above(self) -> Item | None:
+        found = self.table.get(self.parent) if self.position else None
+        return found if found is not None and found.position + 1 == self.position else None
+
+    def prefix(self) -> list[Item]:
+        found: list[Item] = [self]
+        while (above := found[0].above()) is not None:
+            found.insert(0, above)
+        return found
+
+
+class Table(dict[bytes, Item]):
+    """A namespace; equal to itself only."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class Time:
+    """A clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def everything(_: Item) -> bool:
+    return True
 
 
 class Order(RuleBasedStateMachine):
-    """A plain list, first to go first."""
+    """Leaf-first LRU against a plain list, first to go first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy: LeafFirstLRU[int] = LeafFirstLRU()
+        self.policy: LeafFirstLRU[Any] = LeafFirstLRU()
         self.order: list[int] = []
         self.next = 0
 
@@ -30,13 +93,6 @@ class Order(RuleBasedStateMachine):
         self.policy.touch(prefix)
         there = [entry for entry in reversed(prefix) if entry in self.order]
         self.order = [entry for entry in self.order if entry not in there] + there
-
-    @rule(entry=st.integers(0, 12))
-    def demote(self, entry: int) -> None:
-        self.policy.demote(entry)
-        if entry in self.order:
-            self.order.remove(entry)
-            self.order.insert(0, entry)
 
     @rule(entry=st.integers(0, 12))
     def remove(self, entry: int) -> None:
@@ -59,3 +115,331 @@ class Order(RuleBasedStateMachine):
 
 Order.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestOrder = Order.TestCase
+
+
+class Tier(RuleBasedStateMachine):
+    """Any policy in a tier, behind `Holding`, with what a store does to it.
+
+    Invariants: every entry of the tier is held or comes up once; what is held never does; sizes add up; two policies
+    that saw the same say the same; what goes leaf first does, once what is unreachable has gone.
+    """
+
+    name = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = Time()
+        self.held: set[Item] = set()
+        self.policy = self.make()
+        self.twin = self.make()
+        self.table = Table()
+        self.tier: dict[Item, None] = {}
+        self.unreachable: set[Item] = set()
+        self.random = random.Random(0)
+        self.next = 0
+
+    def make(self) -> Holding[Item]:
+        return Holding(maker(self.name)(self.time), self.held.__contains__)
+
+    def both(self, call: Callable[[Holding[Item]], object]) -> None:
+        call(self.policy)
+        call(self.twin)
+
+    def pick(self, seed: int) -> Item | None:
+        items = list(self.table.values())
+        return items[seed % len(items)] if items else None
+
+    @initialize(seed=st.integers(0, 1 << 16))
+    def seed(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    @rule(seed=st.integers(0, 99), count=st.integers(1, 4), in_reverse=st.booleans())
+    def store(self, seed: int, count: int, in_reverse: bool) -> None:
+        """A few more of a chain, as an engine stores them; after a restart they come in any order."""
+        above = self.pick(seed) if seed < 80 else None
+        new = []
+        for _ in range(count):
+            above = Item(self.table, self.next, above)
+            self.next += 1
+            self.table[above.key] = above
+            new.append(above)
+        for item in reversed(new) if in_reverse else new:
+            self.tier[item] = None
+            self.both(lambda policy, item=item: policy.insert(item))
+        self.both(lambda policy: policy.built_on(new[-1].prefix()))
+        self.unreachable -= set(new[-1].prefix())
+
+    @rule(seed=st.integers(0, 99))
+    def load(self, seed: int) -> None:
+        item = self.pick(seed)
+        if item is not None:
+            prefix = item.prefix()
+            for one in prefix:
+                one.hits += 1
+            self.both(lambda policy: policy.touch(prefix))
+            self.unreachable -= set(prefix)
+
+    @rule(seed=st.integers(0, 99))
+    def promote(self, seed: int) -> None:
+        """What is in another tier comes into this one."""
+        item = self.pick(seed)
+        if item is not None and item not in self.tier:
+            self.tier[item] = None
+            self.both(lambda policy: policy.insert(item))
+
+    @rule(count=st.integers(1, 4), leased=st.integers(1, 5))
+    def evict(self, count: int, leased: int) -> None:
+        victims = []
+        for victim in self.policy.victims(lambda item: item.number % leased == 0):
+            victims.append(victim)
+            if len(victims) == count:
+                break
+        assert victims == [
+            victim
+            for victim, _ in zip(self.twin.victims(lambda item: item.number % leased == 0), range(count), strict=False)
+        ]
+        for victim in victims:
+            assert victim.number % leased == 0
+            self.drop(victim)
+            if self.random.random() < 0.5:
+                self.forget(victim)
+
+    @rule(seed=st.integers(0, 99))
+    def discard(self, seed: int) -> None:
+        """A person removes something: what is built on it cannot be reached."""
+        item = self.pick(seed)
+        if item is not None:
+            self.drop(item)
+            self.forget(item)
+
+    def drop(self, item: Item) -> None:
+        self.tier.pop(item, None)
+        self.unreachable.discard(item)
+        self.both(lambda policy: policy.remove(item))
+
+    def forget(self, item: Item) -> None:
+        below = [one for one in self.table.values() if item in one.prefix()[:-1]]
+        del self.table[item.key]
+        self.held.discard(item)
+        self.both(lambda policy: policy.let_go(item))
+        for one in sorted(below, key=lambda one: one.position):
+            self.both(lambda policy, one=one: policy.demote(one))
+            if one in self.tier and one not in self.held:
+                self.unreachable.add(one)
+
+    @rule(seed=st.integers(0, 99))
+    def hold(self, seed: int) -> None:
+        item = self.pick(seed)
+        if item is not None and item not in self.held:
+            self.held.add(item)
+            self.both(lambda policy: policy.hold(item))
+            self.unreachable.discard(item)
+
+    @rule(seed=st.integers(0, 99))
+    def let_go(self, seed: int) -> None:
+        item = self.pick(seed)
+        if item is not None and item in self.held:
+            self.held.remove(item)
+            self.both(lambda policy: policy.let_go(item))
+
+    @rule(seed=st.integers(0, 99))
+    def bypass(self, seed: int) -> None:
+        above = self.pick(seed)
+        item = Item(self.table, 1 << 20 | seed, above)
+        self.both(lambda policy: policy.bypassed(item))
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 100.0, 7200.0]))
+    def wait(self, seconds: float) -> None:
+        self.time.now += seconds
+
+    @invariant()
+    def all_come_up_once(self) -> None:
+        order = list(self.policy.victims(everything))
+        assert len(order) == len(set(order))
+        assert set(order) == self.tier.keys() - self.held
+        assert len(self.policy) == len(self.tier)
+        assert order == list(self.twin.victims(everything))
+        assert set(order[: len(self.unreachable)]) == self.unreachable
+        if self.name in LEAF_FIRST:
+            place = {item: index for index, item in enumerate(order)}
+            for item in order[len(self.unreachable) :]:
+                above = item.above()
+                assert above not in place or place[above] > place[item], f"{above} would go before {item}"
+
+
+@pytest.mark.parametrize("name", [*NAMES])
+def test_every_policy_in_a_tier(name: str) -> None:
+    machine = type(f"Tier_{name}", (Tier,), {"name": name})
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    machine.TestCase().runTest()
+
+
+def play(
+    make: Callable[[Clock], Policy[Item]], capacity: int, seed: int, num_requests: int
+) -> tuple[list[int], Policy[Item], Time]:
+    """A store of equal chunks and random chats on it; what went, in order."""
+    chance, time = random.Random(seed), Time()
+    policy, table, gone = make(time), Table(), []
+    chats: list[list[int]] = []
+    number = 0
+    hits: dict[int, int] = {}
+    for _ in range(num_requests):
+        time.now += chance.expovariate(0.5)
+        if not chats or chance.random() < 0.4:
+            chats.append([])
+        chat = chance.choice(chats[-30:])
+        found = []
+        items = {item.number: item for item in table.values()}
+        for one in chat:
+            if one not in items:
+                break
+            found.append(items[one])
+        for item in found:
+            item.hits += 1
+            hits[item.number] = item.hits
+        policy.touch(found)
+        chat += range(number, number + chance.randrange(1, 4))
+        number = max(number, chat[-1] + 1)
+        above = found[-1] if found else None
+        for one in chat[len(found) :]:
+            item = Item(table, one, above)
+            item.hits = hits.get(one, 0)
+            if item.key in table:
+                above = table[item.key]
+                continue
+            while len(policy) >= capacity:
+                victim = next(policy.victims(everything))
+                policy.remove(victim)
+                del table[victim.key]
+                gone.append(victim.number)
+            table[item.key] = item
+            policy.insert(item)
+            above = item
+        assert above is not None
+        policy.built_on(above.prefix())
+    return gone, policy, time
+
+
+@pytest.mark.parametrize("name", [*NAMES])
+def test_the_same_requests_give_the_same_victims(name: str) -> None:
+    first, _, _ = play(maker(name), 60, 1, 300)
+    second, _, _ = play(maker(name), 60, 1, 300)
+    assert first == second
+    assert len(first) > 200
+
+
+def test_the_learned_victim_has_the_least_value() -> None:
+    """Of all leaves, looked at one by one; several hundred times, after much was learned."""
+    looked_at = 0
+    for seed in range(3):
+        _, policy, time = play(Learned, 80, seed, 400)
+        assert isinstance(policy, Learned)
+        assert any(any(row) for row in policy._reuse.index), "nothing was learned"
+        for _ in range(60):
+            time.now += 3.0  # so that the lowest are sought anew
+            leaves = [node for node in policy._nodes.values() if not node.num_below]
+            victim = next(policy.victims(everything))
+            values = {node.entry: policy._value(node.group, policy._now() - node.last) for node in leaves}
+            assert values[victim] == min(values.values())
+            policy.remove(victim)
+            looked_at += 1
+    assert looked_at == 180
+
+
+def test_before_anything_is_learned_it_is_leaf_first_lru() -> None:
+    time, table = Time(), Table()
+    learned: Learned[Item] = Learned(time)
+    lru: LeafFirstLRU[Item] = LeafFirstLRU()
+    chance, items = random.Random(5), []
+    for number in range(60):
+        time.now += 1.0
+        above = chance.choice(items) if items and chance.random() < 0.7 else None
+        items.append(Item(table, number, above))
+        table[items[-1].key] = items[-1]
+        for policy in (learned, lru):
+            policy.insert(items[-1])
+            policy.built_on(items[-1].prefix())
+    assert list(learned.victims(everything)) == list(lru.victims(everything))
+
+
+def test_reuse_learns_what_is_used_again_and_when() -> None:
+    """Group 0 is used again after 10 s, always; group 1 never. So 0 is worth more while it is young, 1 nothing."""
+    reuse, now = Reuse(2), 0.0
+    for number in range(4000):
+        watched = [reuse.came((0, (2 * number + group).to_bytes(16, "little")), group, now) for group in (0, 1)]
+        assert watched[0] is not None
+        reuse.used(watched[0], 0, now + 10)
+        for group in (0, 1):
+            reuse.left((0, (2 * number + group).to_bytes(16, "little")), now + 10)
+        now += 1
+    reuse.rebuild(now + 100)
+    young, at_10 = reuse.index[0][0], reuse.index[0][span_of(10)]
+    assert at_10 > young > 10 * max(reuse.index[1][:4])
+    assert reuse.index[0][span_of(40)] < at_10 / 4
+
+
+def test_reuse_watches_a_bounded_sample() -> None:
+    reuse = Reuse(1)
+    chance = random.Random(3)
+    marks = [(0, chance.randbytes(16)) for _ in range(60_000)]
+    watched = [reuse.came(mark, 0, float(number)) for number, mark in enumerate(marks)]
+    assert len(reuse._here) <= 8192
+    assert sum(one is not None and one.is_watched for one in watched) == len(reuse._here)
+    for number, mark in enumerate(marks):
+        reuse.left(mark, 60_000.0 + number)
+    assert not reuse._here
+    assert len(reuse._gone) <= 4
+
+
+def test_spans() -> None:
+    assert [span_of(age) for age in (0.0, 0.9, 1.0, 1.9, 2.0, 1e9)] == [0, 0, 1, 1, 2, NUM_SPANS - 1]
+    assert all(span_of(edge) == span for span, edge in enumerate(EDGES))
+
+
+def test_cost_prefers_what_is_deep_and_small() -> None:
+    table = Table()
+    head = Item(table, 0, None, length=32 << 20)
+    deep = Item(table, 1, None, length=32 << 20)
+    deep.position = 128
+    small = Item(table, 2, None, length=8 << 20)
+    assert weigh(deep) == weigh(head) + 2  # twice as dear
+    assert weigh(small) == weigh(head) + 4  # a quarter of the bytes
+    assert 0 <= weigh(Item(table, 3, None, length=1 << 50)) < weigh(Item(table, 4, None, length=4096)) < 32
+
+
+def test_held_and_unreachable_entries_stand_beside_the_order() -> None:
+    table = Table()
+    items = [Item(table, number, None) for number in range(5)]
+    policy: Holding[Item] = Holding(LeafFirstLRU(), lambda item: item is items[2])
+    for item in items:
+        policy.insert(item)
+    policy.demote(items[3])
+    policy.demote(items[4])
+    policy.demote(items[2])  # held
+    assert list(policy.victims(everything)) == [items[4], items[3], items[0], items[1]]
+    policy.touch([items[3]])
+    policy.hold(items[4])
+    assert list(policy.victims(everything)) == [items[0], items[1], items[3]]
+    policy.let_go(items[4])
+    assert list(policy.victims(everything)) == [items[0], items[1], items[3], items[4]]
+    assert len(policy) == 5
+
+
+def test_a_users_class_is_imported_and_given_the_clock() -> None:
+    time = Time()
+    made: Any = maker("kvfs.policies.lfu:LFU")(time)
+    assert made._clock is time
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("lruu", "must be one of lru, "),
+        ("no.such.module:Policy", "cannot be imported"),
+        ("kvfs.policies.lru:Nothing", "cannot be imported"),
+        ("collections:OrderedDict", "has no insert and no touch"),
+    ],
+)
+def test_a_policy_that_there_is_not(name: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        maker(name)

@@ -17,7 +17,6 @@ from kvfs.keys import KeyChain, key_of
 from kvfs.messages import NewChunk, StoreStatus, Tier
 from kvfs.namespace import Namespace
 from kvfs.opening import open_store
-from kvfs.policies import LeafFirstLRU
 from kvfs.store import Store
 from kvfs.system import System
 from kvfs.testing import (
@@ -546,8 +545,3 @@ async def test_capacity_is_true(tmp_path: Path) -> None:
         assert store.capacity().used_bytes == 3 * length
         await store.remove(list(table.chunks.values()))
         assert store.capacity().used_bytes == 0
-
-
-def test_policy_interface_is_used() -> None:
-    """The tiers begin with the policy that is measured to be right for agents: leaf-first LRU."""
-    assert len(LeafFirstLRU[int]()) == 0

@@ -1,0 +1,40 @@
+"""First in, first out. The yardstick below which no policy should fall; nothing to learn, nothing to pay."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic
+
+from kvfs.policies.base import E
+
+
+class FIFO(Generic[E]):
+    """The order in which entries came."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[E, None] = OrderedDict()  # a dict would seek its first entry among the gone ones
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def insert(self, entry: E) -> None:
+        """See `Policy`."""
+        self._order[entry] = None
+
+    def touch(self, prefix: Sequence[E]) -> None:
+        """See `Policy`: no use changes anything."""
+
+    def built_on(self, prefix: Sequence[E]) -> None:
+        """See `Policy`: a chain came from head to tail, and goes from head to tail."""
+
+    def bypassed(self, entry: E) -> None:
+        """See `Policy`: nothing is learned from it."""
+
+    def remove(self, entry: E) -> None:
+        """See `Policy`."""
+        self._order.pop(entry, None)
+
+    def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
+        """See `Policy`."""
+        return filter(may_go, self._order)

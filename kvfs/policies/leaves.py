@@ -1,0 +1,129 @@
+"""Which entries of a tier are leaves, on which no other of the tier is built, sorted by group and last use.
+
+Entries come and go in any order: one that is not there, but on which others are built, has a node without an entry.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Hashable, Iterator
+from typing import Generic
+
+from kvfs.policies.base import E
+from kvfs.policies.reuse import Watched
+
+_Place = tuple[Hashable, bytes, int]
+
+
+class Node(Generic[E]):
+    """An entry of the tier, or its place.
+
+    Attributes:
+        entry: None while it is not in the tier; above: the node that it is built on, None at the head of a chain.
+        num_below: entries of the tier that are built on it.
+        group, last: its group, and when it was last used or continued.
+        watched: what is learned by it, if it is in the sample.
+    """
+
+    __slots__ = ("above", "entry", "group", "last", "num_below", "watched")
+
+    def __init__(self) -> None:
+        self.entry: E | None = None
+        self.above: Node[E] | None = None
+        self.num_below = 0
+        self.group = 0
+        self.last = 0.0
+        self.watched: Watched | None = None
+
+
+class Forest(Generic[E]):
+    """The nodes of a tier, by entry.
+
+    Invariants: `num_below` of a node is the number of nodes in `nodes` whose `above` it is. `_absent` holds the nodes
+    without an entry that have something below them, by namespace, key and position (so that no forged chain is a circle).
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[E, Node[E]] = {}
+        self._absent: dict[_Place, Node[E]] = {}
+
+    def add(self, entry: E) -> Node[E]:
+        """A node for a new entry."""
+        node = self._absent.pop((entry.table, entry.key, entry.position), None) if self._absent else None
+        if node is None:
+            node = Node()
+        node.entry = entry
+        if entry.position:
+            above = entry.above()
+            parent = self.nodes.get(above) if above is not None else None
+            if parent is None:
+                place = (entry.table, entry.parent, entry.position - 1)
+                parent = self._absent.get(place)
+                if parent is None:
+                    parent = self._absent[place] = Node()
+            parent.num_below += 1
+            node.above = parent
+        self.nodes[entry] = node
+        return node
+
+    def discard(self, entry: E) -> Node[E] | None:
+        """Take an entry out; returns the node that it was built on, if that is an entry and a leaf now."""
+        node = self.nodes.pop(entry)
+        above = node.above
+        node.entry = node.above = node.watched = None
+        if node.num_below:
+            self._absent[entry.table, entry.key, entry.position] = node
+        if above is None:
+            return None
+        above.num_below -= 1
+        if above.num_below:
+            return None
+        if above.entry is None:
+            del self._absent[entry.table, entry.parent, entry.position - 1]
+            return None
+        return above
+
+
+class Leaves(Generic[E]):
+    """The leaves of one group, by last use.
+
+    Invariant: `times` are the sorted keys of `at`, and no set is empty.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.at: dict[float, dict[Node[E], None]] = {}
+
+    def add(self, node: Node[E]) -> None:
+        """A node became a leaf."""
+        there = self.at.get(node.last)
+        if there is not None:
+            there[node] = None
+            return
+        self.at[node.last] = {node: None}
+        if not self.times or self.times[-1] < node.last:
+            self.times.append(node.last)
+        else:
+            insort(self.times, node.last)
+
+    def discard(self, node: Node[E]) -> None:
+        """A node is no leaf any more, or about to change its group or time."""
+        there = self.at[node.last]
+        del there[node]
+        if not there:
+            del self.at[node.last]
+            del self.times[bisect_left(self.times, node.last)]
+
+    def spans(self, now: float, edges: tuple[float, ...]) -> Iterator[tuple[int, int, int]]:
+        """For each span of ages that has leaves: its number, and from where to where they stand in `times`."""
+        times = self.times
+        high = len(times)
+        for span in range(1, len(edges)):
+            low = bisect_right(times, now - edges[span], 0, high)
+            if low < high:
+                yield span - 1, low, high
+                high = low
+                if not low:
+                    return
+        if high:
+            yield len(edges) - 1, 0, high

@@ -1,0 +1,168 @@
+"""When what was used is used again: learned on line, for groups of entries that are alike.
+
+For every group a Kaplan-Meier estimate says how likely an entry that has lain unused for so long is used again in each
+of the next spans of time; spans double. What is still waiting, and what was forgotten while it waited, is counted as
+censored. From that follows an index (Gittins): the most uses per second of room that an entry promises, over all spans
+that it could be kept for. It is the value by which `kvfs.policies.learned` evicts.
+
+Only a sample is watched, chosen by key, in the tier or gone from it, so that neither memory nor the pause of `rebuild`
+grows with the cache. (Public traces: with one entry in eight the hit ratio is within .0007 of that with all.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from math import inf
+
+from kvfs.policies.base import Mark
+
+NUM_SPANS = 18
+EDGES = (0.0, *(2.0**power for power in range(NUM_SPANS - 1)))
+"""Where each span of ages begins, in seconds: 0, 1, 2, 4, … 65536; the last is open."""
+_WIDTHS = (1.0, *EDGES[1:])  # of the open one: as long as it took to get there
+_MAX_WATCHED = 8192  # a rebuild takes 2 ms then
+_GHOSTS = 4  # times what is in the tier
+_PRIOR = 200.0  # entries' worth of evidence that a group is like all others together
+_HALF_LIFE_S = 3600.0
+
+
+def span_of(age: float) -> int:
+    """The span that an age lies in."""
+    return min(int(age).bit_length(), NUM_SPANS - 1)
+
+
+class Watched:
+    """One entry of the sample: its group and last use, and whether that was its coming back."""
+
+    __slots__ = ("group", "is_back", "is_watched", "last")
+
+    def __init__(self, group: int, last: float) -> None:
+        self.group = group
+        self.last = last
+        self.is_back = False
+        self.is_watched = True
+
+
+class Reuse:
+    """The sample, what was learned, and the index.
+
+    Attributes: index: for each group its value at the beginning of each span.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self.index = [[0.0] * NUM_SPANS for _ in range(num_groups)]
+        self._here: dict[Mark, Watched] = {}
+        self._gone: OrderedDict[Mark, Watched] = OrderedDict()
+        self._mask = 0
+        self._used = [[0.0] * NUM_SPANS for _ in range(num_groups)]
+        self._forgotten = [[0.0] * NUM_SPANS for _ in range(num_groups)]
+        self._halved_at = -inf
+
+    def came(self, mark: Mark, group: int, now: float) -> Watched | None:
+        """An entry came into the tier; returns what to watch it by, if it is watched."""
+        if self._mask and int.from_bytes(mark[1][:4], "little") & self._mask:
+            return None
+        watched = self._gone.pop(mark, None)
+        if watched is None:
+            watched = Watched(group, now)
+        else:
+            self._count(watched, group, now)
+            watched.is_back = True
+        self._here[mark] = watched
+        if len(self._here) + len(self._gone) > _MAX_WATCHED:
+            self._watch_less()
+        return watched
+
+    def used(self, watched: Watched, group: int, now: float) -> None:
+        """A watched entry was used; if it came back for this very use, that was counted."""
+        if watched.is_back:
+            watched.is_back = False
+            watched.group, watched.last = group, now
+        else:
+            self._count(watched, group, now)
+
+    def continued(self, watched: Watched, now: float) -> None:
+        """Something was built on a watched entry."""
+        watched.is_back = False
+        watched.last = now
+
+    def left(self, mark: Mark, now: float) -> None:
+        """A watched entry left the tier; it is watched on, for a while."""
+        watched = self._here.pop(mark, None)
+        if watched is None:
+            return
+        self._gone[mark] = watched
+        while len(self._gone) > _GHOSTS * (len(self._here) + 1):
+            _, oldest = self._gone.popitem(last=False)
+            self._forgotten[oldest.group][span_of(now - oldest.last)] += 1
+
+    def _count(self, watched: Watched, group: int, now: float) -> None:
+        self._used[watched.group][span_of(now - watched.last)] += 1
+        watched.group, watched.last = group, now
+
+    def _watch_less(self) -> None:
+        self._mask = 2 * self._mask + 1
+        for kept in (self._here, self._gone):
+            for mark in [mark for mark in kept if int.from_bytes(mark[1][:4], "little") & self._mask]:
+                kept.pop(mark).is_watched = False
+        self._halve()
+
+    def _halve(self) -> None:
+        for table in (self._used, self._forgotten):
+            for row in table:
+                row[:] = [count / 2 for count in row]
+
+    def rebuild(self, now: float) -> None:
+        """Make the index anew from what was learned until now."""
+        if now - self._halved_at >= _HALF_LIFE_S:
+            if self._halved_at != -inf:
+                self._halve()
+            self._halved_at = now
+        censored = [row.copy() for row in self._forgotten]
+        waiting = Counter(
+            [
+                watched.group << 8 | int(now - watched.last).bit_length()
+                for kept in (self._here, self._gone)
+                for watched in kept.values()
+            ]
+        )
+        for code, number in waiting.items():
+            censored[code >> 8][min(code & 0xFF, NUM_SPANS - 1)] += number
+        all_used = [sum(column) for column in zip(*self._used, strict=True)]
+        all_censored = [sum(column) for column in zip(*censored, strict=True)]
+        common = _hazards(all_used, all_censored, [0.0] * NUM_SPANS, 1e-6)
+        prior = _index(common)
+        prior_weight = _PRIOR / (self._mask + 1)
+        for group, (used, lost) in enumerate(zip(self._used, censored, strict=True)):
+            if any(used) or any(lost):
+                self.index[group] = _index(_hazards(used, lost, common, prior_weight))
+            else:
+                self.index[group] = prior
+
+
+def _hazards(used: list[float], censored: list[float], prior: list[float], weight: float) -> list[float]:
+    """For each span, how likely what gets to its beginning unused is used within it."""
+    at_risk = sum(used) + sum(censored)
+    found = []
+    for uses, lost, before in zip(used, censored, prior, strict=True):
+        seen = at_risk - lost / 2 + weight
+        found.append(min(0.999, (uses + weight * before) / seen) if seen > 0 else 0.0)
+        at_risk -= uses + lost
+    return found
+
+
+def _index(hazards: list[float]) -> list[float]:
+    """For each span the most uses a second, over all spans up to which what begins it could be kept."""
+    found = []
+    for first in range(NUM_SPANS):
+        uses = seconds = best = 0.0
+        still_unused = 1.0
+        for span in range(first, NUM_SPANS):
+            hazard = hazards[span]
+            seconds += still_unused * _WIDTHS[span] * (1 - hazard / 2)
+            uses += still_unused * hazard
+            still_unused *= 1 - hazard
+            if uses > best * seconds:
+                best = uses / seconds
+        found.append(best)
+    return found
