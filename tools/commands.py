@@ -37,6 +37,7 @@ from kvfs.tools import (
 from kvfs.tools import format as format_
 from kvfs.tools.bench import command as bench
 from kvfs.tools.cli import EXIT_INTERRUPTED
+from kvfs.tools.simulate import command as simulate
 from kvfs.tools.words import printable
 
 # click's ClickException: typer brings click, or a copy of it, and shows neither.
@@ -111,6 +112,7 @@ app.command("fsck", epilog=fsck.EXAMPLES)(tells_errors(fsck.fsck))
 app.command("destroy", epilog=destroy.EXAMPLES)(tells_errors(destroy.destroy))
 app.command("export", epilog=export.EXAMPLES)(tells_errors(export.export))
 app.command("import", epilog=import_.EXAMPLES)(tells_errors(import_.import_))
+app.command("simulate", epilog=simulate.EXAMPLES)(tells_errors(simulate.simulate))
 app.command("bench", epilog=bench.EXAMPLES)(tells_errors(bench.bench))
 
 

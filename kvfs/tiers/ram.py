@@ -68,9 +68,9 @@ class RamTier:
                 if victim is above:
                     return None
                 evict(victim)
-                if extents.largest_free >= length:
+                offset = extents.allocate(length)
+                if offset is not None:
                     break
-            offset = extents.allocate(length)
             num_asked = min(2 * num_asked, _VICTIMS_AT_ONCE)
         return offset
 

@@ -1,0 +1,413 @@
+"""`kvfs simulate`: traces as they are, the optimum against all ways there are, replays against models and libcachesim."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfs.chunk import geometry
+from kvfs.errors import UsageError
+from kvfs.policies.named import NAMES, maker
+from kvfs.tools.simulate import optimum
+from kvfs.tools.simulate.replay import Replay, Tally, namespace_of
+from kvfs.tools.simulate.report import Machine, result
+from kvfs.tools.simulate.sizes import bytes_per_token, tier_bytes
+from kvfs.tools.simulate.traces import Reading, Request, Trace, read
+
+from .conftest import wait_for
+
+BYTES_PER_TOKEN = 8
+CHUNK_BYTES = geometry(namespace_of(0, 16, BYTES_PER_TOKEN), 16).file_bytes
+
+
+def trace_of(prompts: Sequence[Sequence[object]], step_s: float = 1.0) -> Trace:
+    """A trace of prompts, each a sequence of blocks of 16 tokens."""
+    trace = Trace([], tokens_per_chunk=16)
+    known: dict[tuple[object, ...], int] = {}
+    for index, prompt in enumerate(prompts):
+        chunks = []
+        for end in range(1, len(prompt) + 1):
+            place = tuple(prompt[:end])
+            if place not in known:
+                known[place] = len(trace.parents)
+                trace.parents.append(known.get(place[:-1], -1))
+                trace.positions.append(end - 1)
+                trace.sources.append(0)
+                trace.tokens.append(16)
+            chunks.append(known[place])
+        trace.requests.append(Request(index * step_s, chunks, 16 * len(chunks)))
+    return trace
+
+
+def chats(seed: int, num_requests: int, num_open: int = 20) -> Trace:
+    """Prompts that grow and branch."""
+    chance = random.Random(seed)
+    prompts: list[list[int]] = []
+    for _ in range(num_requests):
+        begin = list(chance.choice(prompts[-num_open:])) if prompts and chance.random() < 0.7 else []
+        begin = begin[: chance.randrange(len(begin) + 1)] if chance.random() < 0.2 else begin
+        prompts.append([*begin, *(chance.randrange(1 << 30) for _ in range(chance.randrange(1, 5)))])
+    return trace_of(prompts)
+
+
+def play(trace: Trace, policy: str, num_ram: int, num_nvme: int = 0) -> Tally:
+    tally = Tally()
+    replay = Replay(trace, maker(policy), BYTES_PER_TOKEN, num_ram * CHUNK_BYTES, num_nvme * CHUNK_BYTES, tally)
+    for request in trace.requests:
+        replay.request(request)
+    return tally
+
+
+# traces
+
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]},
+    {"timestamp": 2500, "input_length": 1024, "output_length": 5, "hash_ids": [0, 7]},
+    {"timestamp": 1000, "input_length": 512, "output_length": 5, "hash_ids": [9]},
+]
+
+
+@pytest.mark.parametrize("is_gzipped", [False, True])
+def test_a_mooncake_trace(is_gzipped: bool, tmp_path: Path) -> None:
+    """In order of time; blocks of 512 tokens; the last of a prompt may be short."""
+    text = "".join(json.dumps(line) + "\n" for line in MOONCAKE).encode()
+    path = tmp_path / "trace"
+    path.write_bytes(gzip.compress(text) if is_gzipped else text)
+    trace = read([path], Reading())
+    assert trace.tokens_per_chunk == 512
+    assert [request.at_s for request in trace.requests] == [0.0, 1.0, 2.5]
+    assert [list(request.chunks) for request in trace.requests] == [[0, 1, 2], [4], [0, 3]]
+    assert trace.parents == [-1, 0, 1, 0, -1]
+    assert trace.positions == [0, 1, 2, 1, 0]
+    assert trace.tokens == [512, 512, 76, 512, 512]
+    assert (trace.num_chunks, trace.num_references, trace.seconds) == (5, 6, 2.5)
+
+
+def test_equal_blocks_after_different_beginnings_are_different_chunks(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    lines = [{"timestamp": 0, "input_length": 1024, "hash_ids": ids} for ids in ([1, 2], [3, 2], [1, 2])]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    assert [list(request.chunks) for request in read([path], Reading()).requests] == [[0, 1], [2, 3], [0, 1]]
+
+
+def test_a_trace_of_sessions(tmp_path: Path) -> None:
+    """Requests within requests come at their parent's time and their own; ids are the session's; 4 blocks a chunk."""
+    inner = {"t": 2.0, "in": 300, "hash_ids": [1, 2, 3, 4]}
+    session = {
+        "block_size": 64,
+        "requests": [
+            {"t": 1.0, "in": 640, "hash_ids": list(range(1, 11)), "requests": [inner]},
+            {"t": 0.5, "in": 100, "hash_ids": [1]},  # less than a chunk
+        ],
+    }
+    path = tmp_path / "trace"
+    path.write_text(json.dumps(session) + "\n" + json.dumps(session) + "\n")
+    trace = read([path], Reading(start_gap_s=100.0, seed=3))
+    assert trace.tokens_per_chunk == 256
+    gap = trace.requests[2].at_s - 1.0
+    assert 0 < gap < 1000
+    assert [(request.at_s - gap * request.session, list(request.chunks), request.tokens) for request in trace.requests] == [
+        (1.0, [0, 1], 640), (3.0, [0], 300), (1.0, [2, 3], 640), (3.0, [2], 300),
+    ]  # fmt: skip
+    again = read([path], Reading(start_gap_s=100.0, seed=3))
+    assert [request.at_s for request in again.requests] == [request.at_s for request in trace.requests]
+    assert read([path], Reading(64, 0.0)).num_chunks == 20
+
+
+def test_two_files_share_a_cache_but_no_prefix(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.write_text(json.dumps(MOONCAKE[0]) + "\n")
+    trace = read(paths, Reading())
+    assert trace.num_chunks == 6
+    assert trace.sources == [0, 0, 0, 1, 1, 1]
+    assert sum(play(trace, "lru", 10).ram) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"", "is empty"),
+        (b"nonsense\n", "line 1 of .* is not JSON"),
+        (b"[1]\n", "no JSON object"),
+        (b'{"a": 1}\n', "neither a Mooncake trace nor one of sessions"),
+        (b'{"timestamp": 0, "input_length": 512, "hash_ids": ["x"]}\n', "no list of whole numbers"),
+        (b'{"timestamp": -1, "input_length": 512, "hash_ids": [1]}\n', "no timestamp"),
+        (b'{"timestamp": 0, "input_length": 99999, "hash_ids": [1]}\n', "no usual size"),
+        (b'{"block_size": 64, "requests": 5}\n', "no list of requests"),
+        (b'{"block_size": 64, "requests": [{"t": 0, "hash_ids": [1]}]}\n', "no in, or one"),
+        (b'{"block_size": 0, "requests": []}\n', "blocks of .* have 0 tokens"),
+        (b'{"block_size": 96, "requests": [{"t": 0, "in": 96, "hash_ids": [1]}]}\n{"block_size": 32, "requests": []}', "different"),
+        (gzip.compress(b'{"timestamp": 0, "input_length": 512, "hash_ids": [1]}\n' * 999)[:-20], "cannot read"),
+        (b'{"timestamp": 0, "input_length": 0, "hash_ids": []}\n', "no usual size|no request"),
+    ],
+)  # fmt: skip
+def test_what_is_no_trace_is_told_in_one_sentence(text: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(text)
+    with pytest.raises(UsageError, match=said):
+        read([path], Reading())
+
+
+def test_sizes(tmp_path: Path) -> None:
+    assert tier_bytes("64GiB", 10, 5) == 64 << 30
+    assert tier_bytes("2%", 182_790, 4096) == 3655 * 4096
+    for wrong in ("0%", "101%"):
+        with pytest.raises(UsageError):
+            tier_bytes(wrong, 10, 5)
+    config = tmp_path / "config.json"
+    llama = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    config.write_text(json.dumps({**llama, "torch_dtype": "bfloat16"}))
+    assert bytes_per_token(config) == 131_072
+    mla = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"}
+    config.write_text(json.dumps(mla))
+    assert bytes_per_token(config) == 61 * 576 * 2
+    config.write_text("{}")
+    with pytest.raises(UsageError, match="does not say num_hidden_layers"):
+        bytes_per_token(config)
+
+
+# the optimum
+
+
+def best_of_all(trace: Trace, capacity: int) -> int:
+    """By trying every set of chunks that a cache could keep after each request."""
+    states: dict[frozenset[int], int] = {frozenset(): 0}
+    for request in trace.requests:
+        after: dict[frozenset[int], int] = {}
+        for kept, so_far in states.items():
+            found = next((i for i, chunk in enumerate(request.chunks) if chunk not in kept), len(request.chunks))
+            there = sorted(kept | set(request.chunks))
+            for some in itertools.combinations(there, min(capacity, len(there))):
+                state = frozenset(some)
+                after[state] = max(after.get(state, -1), so_far + found)
+        states = after
+    return max(states.values())
+
+
+def test_the_optimum_is_the_best_of_all_ways_there_are() -> None:
+    chance = random.Random(11)
+    for _ in range(150):
+        prompts: list[list[int]] = []
+        for _ in range(chance.randrange(3, 8)):
+            begin = list(chance.choice(prompts)) if prompts and chance.random() < 0.7 else []
+            prompts.append(
+                [*begin[: chance.randrange(4)], *(chance.randrange(2) for _ in range(chance.randrange(1, 3)))]
+            )
+        trace = trace_of(prompts)
+        for capacity in (1, 2, 3):
+            assert sum(optimum.hits(trace, capacity)) == best_of_all(trace, capacity), prompts
+
+
+# replays
+
+
+def leaf_lru(trace: Trace, capacity: int) -> list[int]:
+    """Leaf-first LRU in a dozen lines: of what was used together the tail goes first."""
+    order: OrderedDict[int, None] = OrderedDict()
+    found = []
+    for request in trace.requests:
+        chunks = list(request.chunks)
+        hits = next((i for i, chunk in enumerate(chunks) if chunk not in order), len(chunks))
+        found.append(hits)
+        for chunk in reversed(chunks[:hits]):
+            order.move_to_end(chunk)
+        for index, chunk in enumerate(chunks[hits:]):
+            if len(order) >= capacity:
+                if next(iter(order)) == (chunks[hits + index - 1] if hits + index else None):
+                    chunks = chunks[: hits + index]
+                    break
+                order.popitem(last=False)
+            order[chunk] = None
+        for chunk in reversed(chunks):
+            if chunk in order:
+                order.move_to_end(chunk)
+    return found
+
+
+@pytest.mark.parametrize("capacity", [40, 100, 200])
+def test_a_replay_with_lru_is_leaf_first_lru(capacity: int) -> None:
+    trace = chats(1, 400)
+    assert list(play(trace, "lru", capacity).ram) == leaf_lru(trace, capacity)
+
+
+@pytest.mark.parametrize("name", [*NAMES])
+@pytest.mark.parametrize(("num_ram", "num_nvme"), [(40, 0), (30, 90)])
+def test_every_policy_is_replayed_within_its_room(name: str, num_ram: int, num_nvme: int) -> None:
+    """No more is kept than fits, none is better than the optimum, what was found adds up, and it is the same again."""
+    trace = chats(2, 400)
+    tally = play(trace, name, num_ram, num_nvme)
+    found = [ram + nvme for ram, nvme in zip(tally.ram, tally.nvme, strict=True)]
+    assert all(count <= len(request.chunks) for count, request in zip(found, trace.requests, strict=True))
+    best = sum(optimum.hits(trace, num_nvme or num_ram))
+    assert 0.3 * best < sum(found) <= best
+    assert sum(found) + tally.num_stored + tally.num_bypassed <= trace.num_references
+    if num_nvme:
+        assert sum(tally.nvme) > 0
+        assert tally.num_written == tally.num_stored
+    else:
+        assert sum(tally.nvme) == tally.num_written == 0
+    again = play(trace, name, num_ram, num_nvme)
+    assert (again.ram, again.nvme, again.num_stored) == (tally.ram, tally.nvme, tally.num_stored)
+
+
+def test_what_a_replay_comes_to() -> None:
+    """Two tiers, by hand: the second request finds all of its 3 chunks, one of them in RAM only if it fits there."""
+    trace = trace_of([["a", "b", "c"], ["a", "b", "c"], ["x"]], step_s=43_200.0)
+    tally = play(trace, "lru", 10, 10)
+    machine = Machine(ram_bytes_s=1600.0, nvme_bytes_s=160.0, prefill_tokens_s=16.0, bytes_per_token=10)
+    found = result("lru", trace, tally, machine, 2.0, has_nvme=True, is_optimum=False)
+    assert (found.requests, found.references, found.is_partial) == (3, 7, False)
+    assert found.hit_rate == found.token_hit_rate == found.ram_token_hit_rate == 3 / 7
+    assert (found.loaded_ram_bytes, found.loaded_nvme_bytes) == (480, 0)
+    assert (found.stored_chunks, found.written_chunks, found.written_bytes) == (4, 4, 640)
+    assert found.written_bytes_a_day == 640
+    assert found.ttft_s["mean"] == pytest.approx((3 + 0.3 + 1) / 3)
+    assert found.input_tokens_s == pytest.approx(7 * 16 / 4.3)
+    cold = Tally(ram=type(tally.ram)("I", [0, 1, 0]), nvme=type(tally.ram)("I", [0, 2, 0]))
+    found = result("opt", trace, cold, machine, 2.0, has_nvme=True, is_optimum=True)
+    assert (found.ram_token_hit_rate, found.nvme_token_hit_rate) == (1 / 7, 2 / 7)
+    assert found.ttft_s["mean"] == pytest.approx((3 + 0.1 + 2 + 1) / 3)
+    assert found.written_bytes is None
+
+
+# an independent library
+
+
+def blocks(seed: int) -> list[int]:
+    """Requests of one block each, a few of them often, with a scan between."""
+    chance = random.Random(seed)
+    asked = [min(int(chance.paretovariate(0.7)), 1_000_000) for _ in range(20_000)]
+    return [block if number % 5 else 2_000_000 + number for number, block in enumerate(asked)]
+
+
+@pytest.mark.parametrize("capacity", [100, 1000])
+@pytest.mark.parametrize(
+    ("name", "theirs", "tolerance"), [("lru", "LRU", 0), ("fifo", "FIFO", 0), ("s3fifo", "S3FIFO", 0.004)]
+)
+def test_an_independent_library_finds_the_same(name: str, theirs: str, tolerance: float, capacity: int) -> None:
+    """libcachesim, block by block. Its S3-FIFO takes up room by other rules while the cache fills for the first time."""
+    library: Any = pytest.importorskip("libcachesim", reason="libcachesim is not installed: pip install kvfs[compare]")
+    asked = blocks(4)
+    cache = getattr(library, theirs)(cache_size=capacity)
+    hits = 0
+    for block in asked:
+        request = library.Request()
+        request.obj_id, request.obj_size = block, 1
+        hits += bool(cache.get(request))
+    ours = sum(play(trace_of([[block] for block in asked], step_s=0.1), name, capacity).ram)
+    assert abs(ours - hits) <= tolerance * len(asked), (ours / len(asked), hits / len(asked))
+    assert hits > 0.05 * len(asked)
+
+
+# the command
+
+
+def kvfs(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvfs.tools.cli", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Path:
+    """A trace file of a thousand requests."""
+    trace = chats(5, 1000)
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 1000 * request.at_s, "input_length": 512 * len(request.chunks), "hash_ids": list(request.chunks)}
+        for request in trace.requests
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_command_compares_policies(mooncake: Path) -> None:
+    done = kvfs("simulate", mooncake, "--ram", "1%", "--nvme", "20%", "--policy", "lru,learned,opt", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    lru, learned, best = json.loads(done.stdout)
+    assert [found["policy"] for found in (lru, learned, best)] == ["lru", "learned", "opt"]
+    assert best["token_hit_rate"] >= learned["token_hit_rate"] > 0
+    assert best["token_hit_rate"] >= lru["token_hit_rate"] > lru["ram_token_hit_rate"] > 0
+    assert best["ttft_s"]["mean"] <= lru["ttft_s"]["mean"]
+    done = kvfs("simulate", mooncake, "--ram", "5%", "--policy", "lru,opt")
+    assert done.returncode == 0
+    assert "1,000 requests in" in done.stdout
+    assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["lru", "opt"]
+
+
+def test_help_teaches_by_example() -> None:
+    done = kvfs("simulate", "--help")
+    assert done.returncode == 0
+    assert "kvfs simulate conversation.jsonl.gz --ram 5%" in done.stdout
+    assert all(name in done.stdout for name in NAMES)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ram", "5%", "--policy", "lruu"], "there is no policy 'lruu'"),
+        (["--ram", "5"], "--ram is 5 B: it holds at least a chunk"),
+        (["--ram", "200%"], "200% is no share of a trace"),
+        (["--ram", "5%", "--prefill-rate", "0"], "rates and sizes are above 0"),
+        (["--ram", "5%", "--session-gap", "5"], "--session-gap: '5' is not a duration"),
+        (["--ram", "5%", "--tokens-per-chunk", "700"], "is no multiple of the blocks"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(arguments: list[str], said: str, mooncake: Path) -> None:
+    done = kvfs("simulate", mooncake, *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+SLOW = """
+import pathlib, time
+from kvfs.policies.lru import LeafFirstLRU
+
+
+class Slow(LeafFirstLRU):
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
+
+    def built_on(self, prefix):
+        super().built_on(prefix)
+        if self.clock() >= 50:
+            pathlib.Path(__file__).with_name("is-at-50").touch()
+            time.sleep(1000)
+"""
+
+
+def test_ctrl_c_shows_what_there_is(mooncake: Path, tmp_path: Path) -> None:
+    """While a user's own policy, by its import path, hangs at the request of second 50; another has come to its end."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    command = [sys.executable, "-m", "kvfs.tools.cli", "simulate", mooncake, "--ram", "5%", "--json"]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [*command, "--policy", "fifo,slow:Slow,lru"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    with process:
+        wait_for("the policy to hang", (tmp_path / "is-at-50").exists)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    first, second = json.loads(out)
+    assert (first["policy"], first["requests"], first["is_partial"]) == ("fifo", 1000, False)
+    assert (second["policy"], second["requests"], second["is_partial"]) == ("slow:Slow", 51, True)

@@ -1,0 +1,202 @@
+"""`kvfs simulate`: the command. What it does is in the modules beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvfs.chunk import geometry
+from kvfs.config import MAX_TIER_BYTES, format_size, parse_size
+from kvfs.durations import parse_duration
+from kvfs.errors import UsageError
+from kvfs.policies import named
+from kvfs.tools.cli import EXIT_INTERRUPTED
+from kvfs.tools.simulate import optimum, report
+from kvfs.tools.simulate.replay import Replay, Tally, namespace_of
+from kvfs.tools.simulate.report import Machine, Result
+from kvfs.tools.simulate.sizes import DEFAULT_BYTES_PER_TOKEN, bytes_per_token, tier_bytes
+from kvfs.tools.simulate.traces import Reading, Trace, read
+from kvfs.tools.words import format_count, format_duration
+
+EXAMPLES = """
+kvfs simulate conversation.jsonl.gz --ram 5%
+
+How many tokens of the prompts a RAM cache of a twentieth of the trace would have had, with three policies and with the
+best that is possible.
+
+kvfs simulate week/*.jsonl --ram 64GiB --nvme 1TiB --policy learned,lru --model Llama-3-8B/config.json
+
+Both tiers, sizes from a model, and how much the drive would be written a day.
+
+kvfs simulate sessions.jsonl.gz --ram 2% --session-gap 300s --json | jq '.[] | {policy, hit_rate}'
+
+Sessions without dates, begun five minutes apart on average.
+
+A trace has one JSON object a line, gzipped or not: Mooncake's {"timestamp": ms, "input_length": tokens, "hash_ids": [block, ...]}, or
+sessions {"block_size": tokens, "requests": [{"t": s, "in": tokens, "hash_ids": [...]}, ...]}. Several files share one cache, and
+no prefix. Each block counts as a whole one.
+"""
+
+OPTIMUM = "opt"
+Flag = typer.Option
+_STEP = 64  # requests between two looks at the bar
+
+
+def simulate(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Files with requests.", show_default=False)],
+    ram: Annotated[str, Flag(metavar="SIZE|SHARE", help="RAM tier: 64GiB, or 5% of the trace's different chunks.")],
+    nvme: Annotated[
+        str | None, Flag(metavar="SIZE|SHARE", help="NVMe tier below it, likewise. None: a RAM cache.")
+    ] = None,
+    policy: Annotated[
+        str,
+        Flag(
+            metavar="NAME,...",
+            help=f"Which to compare: {', '.join(named.NAMES)}, package.module:Class, and {OPTIMUM}, the best that is possible.",
+        ),
+    ] = "lru,learned,opt",
+    bytes_a_token: Annotated[
+        int | None,
+        Flag(
+            "--bytes-per-token",
+            metavar="N",
+            show_default=f"{DEFAULT_BYTES_PER_TOKEN}, an 8B model",
+            help="Bytes of a token's KV.",
+        ),
+    ] = None,
+    model: Annotated[Path | None, Flag(metavar="CONFIG", help="A model's config.json, to take that from.")] = None,
+    tokens_per_chunk: Annotated[
+        int | None,
+        Flag(
+            metavar="N",
+            show_default="the trace's blocks, 256 where they are small",
+            help="Tokens of a chunk, a multiple of the blocks.",
+        ),
+    ] = None,
+    session_gap: Annotated[
+        str, Flag(metavar="TIME", help="Sessions without dates begin so far apart, on average (at random).")
+    ] = "60s",
+    seed: Annotated[int, Flag(metavar="N", help="Of that chance.")] = 0,
+    ram_bandwidth: Annotated[str, Flag(metavar="SIZE", help="Bytes a second out of RAM.")] = "20GiB",
+    nvme_bandwidth: Annotated[str, Flag(metavar="SIZE", help="Bytes a second from NVMe.")] = "5GiB",
+    prefill_rate: Annotated[float, Flag(metavar="TOKENS", help="Tokens a second that the engine computes.")] = 10_000.0,
+    as_json: Annotated[bool, Flag("--json", help="For programs: a list, one object a policy.")] = False,
+) -> None:
+    """Replay recorded requests through the tiers and policies of the store, and say what they would have found.
+
+    The policies are the ones of `kvfs mount --policy`, their very code. Times are predicted for one request alone: bytes at
+    the bandwidth of their tier, then the rest of the prompt at the prefill rate. Ctrl-C shows what there is so far.
+    """
+    names = [name.strip() for name in policy.split(",")]
+    makers = {name: named.maker(name) for name in names if name != OPTIMUM}
+    if min(prefill_rate, bytes_a_token or 1, tokens_per_chunk or 1) <= 0:
+        raise UsageError("rates and sizes are above 0")
+    per_token = bytes_a_token or (bytes_per_token(model) if model is not None else DEFAULT_BYTES_PER_TOKEN)
+    machine = Machine(float(_above_zero(ram_bandwidth)), float(_above_zero(nvme_bandwidth)), prefill_rate, per_token)
+    reading = Reading(tokens_per_chunk, parse_duration(session_gap, "--session-gap"), seed)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    results: list[Result] = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        trace = _read(traces, reading, bar)
+        chunk_bytes = geometry(namespace_of(0, trace.tokens_per_chunk, per_token), trace.tokens_per_chunk).file_bytes
+        sizes = _sizes(ram, nvme, trace, chunk_bytes)
+        is_interrupted = False
+        for name in names:
+            task = bar.add_task(name, total=len(trace.requests))
+            tally = Tally()
+            started_s = time.perf_counter()
+            try:
+                if name == OPTIMUM:
+                    steps = _best(trace, sizes[0] // chunk_bytes, sizes[1] // chunk_bytes, tally)
+                else:
+                    replay = Replay(trace, makers[name], per_token, *sizes, tally)
+                    steps = map(replay.request, trace.requests)
+                for index, _ in enumerate(steps):
+                    if not index % _STEP:
+                        bar.update(task, completed=index)
+            except KeyboardInterrupt:
+                is_interrupted = True
+            took_s = time.perf_counter() - started_s
+            bar.remove_task(task)
+            if tally.ram:
+                tally.cut()
+                results.append(
+                    report.result(
+                        name, trace, tally, machine, took_s, has_nvme=bool(sizes[1]), is_optimum=name == OPTIMUM
+                    )
+                )
+            if is_interrupted:
+                break
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(results)).decode())
+    else:
+        _show(trace, sizes, chunk_bytes, results)
+    if is_interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _above_zero(text: str) -> int:
+    size = parse_size(text)
+    if not size:
+        raise UsageError("a bandwidth is above 0")
+    return size
+
+
+def _read(paths: list[Path], reading: Reading, bar: Progress) -> Trace:
+    try:
+        total = sum(path.stat().st_size for path in paths)
+    except OSError as error:
+        raise UsageError(f"cannot read {error.filename}: {error.strerror}") from error
+    task = bar.add_task("reading", total=total)
+    trace = read(paths, reading, lambda amount: bar.advance(task, amount))
+    bar.remove_task(task)
+    return trace
+
+
+def _sizes(ram: str, nvme: str | None, trace: Trace, chunk_bytes: int) -> tuple[int, int]:
+    sizes = [tier_bytes(text, trace.num_chunks, chunk_bytes) if text else 0 for text in (ram, nvme)]
+    for size, name in zip(sizes, ("ram", "nvme"), strict=True):
+        if (name == "ram" or nvme) and not chunk_bytes <= size <= MAX_TIER_BYTES:
+            raise UsageError(
+                f"--{name} is {format_size(size)}: it holds at least a chunk, {format_size(chunk_bytes)} here, and at most "
+                f"{format_size(MAX_TIER_BYTES)}"
+            )
+    return sizes[0], sizes[1]
+
+
+def _best(trace: Trace, num_ram: int, num_nvme: int, tally: Tally) -> Iterator[None]:
+    """The optimum of each tier alone: no policy has more of both."""
+    in_ram = optimum.hits(trace, num_ram)
+    in_all = optimum.hits(trace, num_nvme) if num_nvme > num_ram else optimum.hits(trace, num_ram)
+    for ram, both in zip(in_ram, in_all, strict=True):
+        tally.ram.append(ram)
+        tally.nvme.append(max(both - ram, 0))
+        yield
+
+
+def _show(trace: Trace, sizes: tuple[int, int], chunk_bytes: int, results: list[Result]) -> None:
+    parts = [
+        f"{format_count(len(trace.requests), 'request')} in {format_duration(trace.seconds)}",
+        f"{format_count(trace.num_references, 'chunk')} asked for, {trace.num_chunks:,} different",
+        f"of {trace.tokens_per_chunk} tokens, {format_size(chunk_bytes)} each",
+    ]
+    typer.echo("; ".join(parts))
+    tiers = [f"RAM {format_size(sizes[0])} = {sizes[0] // chunk_bytes:,} chunks"]
+    if sizes[1]:
+        tiers.append(f"NVMe {format_size(sizes[1])} = {sizes[1] // chunk_bytes:,} chunks")
+    typer.echo(", ".join(tiers))
+    table = Table(box=None, pad_edge=False)
+    for heading in report.HEADINGS:
+        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+    for found in results:
+        table.add_row(*report.row(found))
+    Console(width=max(Console().width, 120)).print(table)

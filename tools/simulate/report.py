@@ -1,0 +1,153 @@
+"""What a replay comes to: hit rates by tier, bytes moved, wear, and what that means for a user who waits.
+
+The times are those of one request alone on one engine: bytes at the bandwidth of the tier they come from, then the
+tokens that were not found at the prefill rate, one after the other. Queues, and loads that overlap with compute, are left
+out; both make good hit rates worth more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvfs.config import format_size
+from kvfs.tools.simulate.replay import Tally
+from kvfs.tools.simulate.traces import Trace
+
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What times are predicted with: bytes a second of the tiers, tokens a second of prefill, and bytes of a token."""
+
+    ram_bytes_s: float
+    nvme_bytes_s: float
+    prefill_tokens_s: float
+    bytes_per_token: int
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy on one trace.
+
+    Attributes:
+        requests, references: that were played, and chunks that they asked for.
+        hit_rate: found chunks by asked ones; token_hit_rate: the same in tokens, ram_ and nvme_ the parts of it.
+        stored_chunks, bypassed_chunks, written_chunks: into RAM; not worth it, or no room; onto NVMe.
+        loaded_ram_bytes, loaded_nvme_bytes, written_bytes, written_bytes_a_day: moved.
+        ttft_s: predicted, mean and quantiles; input_tokens_s: of one engine that is never idle.
+        is_partial: it was interrupted.
+    """
+
+    policy: str
+    requests: int
+    references: int
+    hit_rate: float
+    token_hit_rate: float
+    ram_token_hit_rate: float
+    nvme_token_hit_rate: float
+    stored_chunks: int | None
+    bypassed_chunks: int | None
+    written_chunks: int | None
+    loaded_ram_bytes: int
+    loaded_nvme_bytes: int
+    written_bytes: int | None
+    written_bytes_a_day: float | None
+    ttft_s: dict[str, float]
+    input_tokens_s: float
+    references_per_s: float
+    is_partial: bool
+
+
+def result(
+    policy: str, trace: Trace, tally: Tally, machine: Machine, took_s: float, *, has_nvme: bool, is_optimum: bool
+) -> Result:
+    """Sum up; of the optimum nobody knows how many bytes it would move."""
+    num_requests = len(tally.ram)
+    played = trace.requests[:num_requests]
+    per_chunk = trace.tokens_per_chunk
+    ram_tokens = nvme_tokens = references = 0
+    times: list[float] = []
+    for request, ram, nvme in zip(played, tally.ram, tally.nvme, strict=True):
+        found = min((ram + nvme) * per_chunk, request.tokens)
+        cold = min(nvme * per_chunk, found)
+        ram_tokens += found - cold
+        nvme_tokens += cold
+        references += len(request.chunks)
+        times.append(
+            machine.bytes_per_token * ((found - cold) / machine.ram_bytes_s + cold / machine.nvme_bytes_s)
+            + (request.tokens - found) / machine.prefill_tokens_s
+        )
+    tokens = sum(request.tokens for request in played)
+    seconds = played[-1].at_s - played[0].at_s if played else 0.0
+    chunk_bytes = per_chunk * machine.bytes_per_token
+    written = tally.num_written * chunk_bytes
+    return Result(
+        policy=policy,
+        requests=num_requests,
+        references=references,
+        hit_rate=_share(sum(tally.ram) + sum(tally.nvme), references),
+        token_hit_rate=_share(ram_tokens + nvme_tokens, tokens),
+        ram_token_hit_rate=_share(ram_tokens, tokens),
+        nvme_token_hit_rate=_share(nvme_tokens, tokens),
+        stored_chunks=None if is_optimum else tally.num_stored,
+        bypassed_chunks=None if is_optimum else tally.num_bypassed,
+        written_chunks=tally.num_written if has_nvme and not is_optimum else None,
+        loaded_ram_bytes=ram_tokens * machine.bytes_per_token,
+        loaded_nvme_bytes=nvme_tokens * machine.bytes_per_token,
+        written_bytes=written if has_nvme and not is_optimum else None,
+        written_bytes_a_day=written / seconds * _DAY_S if has_nvme and not is_optimum and seconds else None,
+        ttft_s=_quantiles(times),
+        input_tokens_s=_share(tokens, sum(times)),
+        references_per_s=_share(references, took_s),
+        is_partial=num_requests < len(trace.requests),
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _quantiles(times: Sequence[float]) -> dict[str, float]:
+    if not times:
+        return {}
+    ordered = sorted(times)
+    found = {"mean": sum(ordered) / len(ordered)}
+    for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        found[name] = ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+    return found
+
+
+HEADINGS = (
+    "policy",
+    "tokens found",
+    "in RAM",
+    "on NVMe",
+    "loaded",
+    "NVMe writes a day",
+    "TTFT mean",
+    "p99",
+    "input tokens/s",
+)
+
+
+def row(of: Result) -> tuple[str, ...]:
+    """One line of the table for people."""
+    wear = "–" if of.written_bytes_a_day is None else format_size(round(of.written_bytes_a_day))
+    return (
+        of.policy + (" (so far)" if of.is_partial else ""),
+        f"{100 * of.token_hit_rate:.2f} %",
+        f"{100 * of.ram_token_hit_rate:.2f} %",
+        f"{100 * of.nvme_token_hit_rate:.2f} %",
+        format_size(of.loaded_ram_bytes + of.loaded_nvme_bytes),
+        wear,
+        _seconds(of.ttft_s.get("mean")),
+        _seconds(of.ttft_s.get("p99")),
+        f"{of.input_tokens_s:,.0f}",
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
