@@ -94,12 +94,15 @@ class Learned(Generic[E]):
             return
         now = self._now()
         first = self._first_group(prefix[0].table)
-        nodes, reuse = self._nodes, self._reuse
+        nodes, reuse, weigh = self._nodes, self._reuse, self._weigh
         for entry in prefix:
             node = nodes.get(entry)
             if node is None:
                 continue
-            group = self._group(entry, first)
+            uses = entry.hits + entry.returns  # as in `_group`; a call costs as much as all the rest
+            group = first + (_BY_USES[uses] if uses < len(_BY_USES) else _NUM_BY_USES - 1)
+            if weigh is not None:
+                group += _NUM_BY_USES * weigh(entry)
             watched = node.watched
             if watched is not None:
                 if watched.is_watched:

@@ -24,6 +24,8 @@ NAMES: dict[str, tuple[Callable[[Clock], Policy[Any]], str]] = {
     "fifo": (lambda _: fifo.FIFO(), "first in, first out: a yardstick"),
 }
 """How each is made, and what it is, in half a line."""
+BLIND_TO_USES = frozenset({"lru", "arc", "s3fifo", "fifo"})
+"""Those that never look at `hits` and `returns`: a simulation need not remember them for what went."""
 _METHODS = ("insert", "touch", "built_on", "bypassed", "remove", "victims", "__len__")
 
 

@@ -6,7 +6,8 @@ censored. From that follows an index (Gittins): the most uses per second of room
 that it could be kept for. It is the value by which `kvfs.policies.learned` evicts.
 
 Only a sample is watched, chosen by key, in the tier or gone from it, so that neither memory nor the pause of `rebuild`
-grows with the cache. (Public traces: with one entry in eight the hit ratio is within .0007 of that with all.)
+grows with the cache. (Conversations, 2 and 5 % of the chunks: a hit ratio of .1527 and .2214 with all entries watched,
+of .1503 and .2212 with `_MAX_WATCHED`.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NUM_SPANS = 18
 EDGES = (0.0, *(2.0**power for power in range(NUM_SPANS - 1)))
 """Where each span of ages begins, in seconds: 0, 1, 2, 4, … 65536; the last is open."""
 _WIDTHS = (1.0, *EDGES[1:])  # of the open one: as long as it took to get there
-_MAX_WATCHED = 8192  # a rebuild takes 2 ms then
+_MAX_WATCHED = 4096  # a rebuild takes 1.5 ms then
 _GHOSTS = 4  # times what is in the tier
 _PRIOR = 200.0  # entries' worth of evidence that a group is like all others together
 _HALF_LIFE_S = 3600.0

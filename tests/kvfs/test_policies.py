@@ -264,7 +264,8 @@ class Tier(RuleBasedStateMachine):
             place = {item: index for index, item in enumerate(order)}
             for item in order[len(self.unreachable) :]:
                 above = item.above()
-                assert above not in place or place[above] > place[item], f"{above} would go before {item}"
+                is_first = above in self.unreachable  # and what is built on it was held meanwhile
+                assert above not in place or is_first or place[above] > place[item], f"{above} would go before {item}"
 
 
 @pytest.mark.parametrize("name", [*NAMES])
@@ -365,7 +366,7 @@ def test_before_anything_is_learned_it_is_leaf_first_lru() -> None:
 def test_reuse_learns_what_is_used_again_and_when() -> None:
     """Group 0 is used again after 10 s, always; group 1 never. So 0 is worth more while it is young, 1 nothing."""
     reuse, now = Reuse(2), 0.0
-    for number in range(4000):
+    for number in range(2000):
         watched = [reuse.came((0, (2 * number + group).to_bytes(16, "little")), group, now) for group in (0, 1)]
         assert watched[0] is not None
         reuse.used(watched[0], 0, now + 10)
@@ -374,7 +375,7 @@ def test_reuse_learns_what_is_used_again_and_when() -> None:
         now += 1
     reuse.rebuild(now + 100)
     young, at_10 = reuse.index[0][0], reuse.index[0][span_of(10)]
-    assert at_10 > young > 10 * max(reuse.index[1][:4])
+    assert at_10 > young > 5 * max(reuse.index[1][:4])
     assert reuse.index[0][span_of(40)] < at_10 / 4
 
 
@@ -383,7 +384,7 @@ def test_reuse_watches_a_bounded_sample() -> None:
     chance = random.Random(3)
     marks = [(0, chance.randbytes(16)) for _ in range(60_000)]
     watched = [reuse.came(mark, 0, float(number)) for number, mark in enumerate(marks)]
-    assert len(reuse._here) <= 8192
+    assert len(reuse._here) <= 4096
     assert sum(one is not None and one.is_watched for one in watched) == len(reuse._here)
     for number, mark in enumerate(marks):
         reuse.left(mark, 60_000.0 + number)

@@ -20,7 +20,7 @@ from kvfs.errors import UsageError
 from kvfs.policies import named
 from kvfs.tools.cli import EXIT_INTERRUPTED
 from kvfs.tools.simulate import optimum, report
-from kvfs.tools.simulate.replay import Replay, Tally, namespace_of
+from kvfs.tools.simulate.replay import Replay, Tally, ends, namespace_of
 from kvfs.tools.simulate.report import Machine, Result
 from kvfs.tools.simulate.sizes import DEFAULT_BYTES_PER_TOKEN, bytes_per_token, tier_bytes
 from kvfs.tools.simulate.traces import Reading, Trace, read
@@ -39,6 +39,10 @@ Both tiers, sizes from a model, and how much the drive would be written a day.
 kvfs simulate sessions.jsonl.gz --ram 2% --session-gap 300s --json | jq '.[] | {policy, hit_rate}'
 
 Sessions without dates, begun five minutes apart on average.
+
+kvfs simulate conversation.jsonl.gz --ram 5% --policy lru,opt --closed
+
+What it would be worth if the engine said when a conversation is over.
 
 A trace has one JSON object a line, gzipped or not: Mooncake's {"timestamp": ms, "input_length": tokens, "hash_ids": [block, ...]}, or
 sessions {"block_size": tokens, "requests": [{"t": s, "in": tokens, "hash_ids": [...]}, ...]}. Several files share one cache, and
@@ -88,6 +92,9 @@ def simulate(
     ram_bandwidth: Annotated[str, Flag(metavar="SIZE", help="Bytes a second out of RAM.")] = "20GiB",
     nvme_bandwidth: Annotated[str, Flag(metavar="SIZE", help="Bytes a second from NVMe.")] = "5GiB",
     prefill_rate: Annotated[float, Flag(metavar="TOKENS", help="Tokens a second that the engine computes.")] = 10_000.0,
+    closed: Annotated[
+        bool, Flag("--closed", help="Tell the policy, after each request, what of it is never asked for again.")
+    ] = False,
     as_json: Annotated[bool, Flag("--json", help="For programs: a list, one object a policy.")] = False,
 ) -> None:
     """Replay recorded requests through the tiers and policies of the store, and say what they would have found.
@@ -118,8 +125,10 @@ def simulate(
                 if name == OPTIMUM:
                     steps = _best(trace, sizes[0] // chunk_bytes, sizes[1] // chunk_bytes, tally)
                 else:
-                    replay = Replay(trace, makers[name], per_token, *sizes, tally)
-                    steps = map(replay.request, trace.requests)
+                    replay = Replay(
+                        trace, makers[name], per_token, *sizes, tally, has_ghosts=name not in named.BLIND_TO_USES
+                    )
+                    steps = _play(replay, trace, closed)
                 for index, _ in enumerate(steps):
                     if not index % _STEP:
                         bar.update(task, completed=index)
@@ -171,6 +180,17 @@ def _sizes(ram: str, nvme: str | None, trace: Trace, chunk_bytes: int) -> tuple[
                 f"{format_size(MAX_TIER_BYTES)}"
             )
     return sizes[0], sizes[1]
+
+
+def _play(replay: Replay, trace: Trace, closed: bool) -> Iterator[None]:
+    if not closed:
+        yield from map(replay.request, trace.requests)
+        return
+    for request, end in zip(trace.requests, ends(trace), strict=True):
+        replay.request(request)
+        if end >= 0:
+            replay.close(end)
+        yield
 
 
 def _best(trace: Trace, num_ram: int, num_nvme: int, tally: Tally) -> Iterator[None]:

@@ -69,11 +69,20 @@ class Tally:
 class Replay:
     """A cache that a trace is played to, request by request.
 
-    `nvme_bytes` of 0 makes it a RAM cache.
+    `nvme_bytes` of 0 makes it a RAM cache. Without `has_ghosts` no uses are remembered of what went, which is right for
+    policies that do not look at them, and faster.
     """
 
     def __init__(
-        self, trace: Trace, make_policy: MakePolicy, bytes_per_token: int, ram_bytes: int, nvme_bytes: int, tally: Tally
+        self,
+        trace: Trace,
+        make_policy: MakePolicy,
+        bytes_per_token: int,
+        ram_bytes: int,
+        nvme_bytes: int,
+        tally: Tally,
+        *,
+        has_ghosts: bool = True,
     ) -> None:
         self.tally = tally
         self._trace = trace
@@ -83,6 +92,7 @@ class Replay:
         self._nvme = NvmeTier(NoBytes(nvme_bytes), 1, make_policy(self._clock)) if nvme_bytes else None
         self._lowest = self._nvme or self._ram
         self._ghosts = Ghosts()
+        self._has_ghosts = has_ghosts
         self._chunks: list[Chunk | None] = [None] * trace.num_chunks  # those that were ever stored
         self._below: list[list[int]] = [[] for _ in range(trace.num_chunks)]
         for number, above in enumerate(trace.parents):
@@ -112,6 +122,13 @@ class Replay:
         if len(found) < len(numbers):
             self._ghosts.limit = max(MAX_GHOSTS, GHOSTS_A_CHUNK * len(self._lowest.policy))
             self._store(found, numbers)
+
+    def close(self, number: int) -> None:
+        """Nobody asks for a chunk again, nor for what is built on it: they go before all others, the last one first."""
+        chunk = self._chunks[number]
+        if chunk is not None and not chunk.is_removed:
+            self._demote(chunk)
+            self._demote_below(chunk)
 
     def _load(self, found: list[Chunk]) -> None:
         cold = [chunk for chunk in found if chunk.ram == NOWHERE]
@@ -179,7 +196,7 @@ class Replay:
             chunk = Chunk(table, self._keys[number], parent, position, trace.tokens_per_chunk, 0, number)
             chunk.is_removed = True
             self._chunks[number] = chunk
-        ghost = self._ghosts.pop(chunk.table.directory, chunk.key)
+        ghost = self._ghosts.pop(chunk.table.directory, chunk.key) if self._has_ghosts else None
         if ghost is None:
             chunk.hits = chunk.returns = 0
         else:
@@ -203,7 +220,8 @@ class Replay:
         self.tally.num_bypassed += 1
         if self._nvme is None:
             self._ram.policy.bypassed(chunk)
-            self._ghosts.add(chunk.table.directory, chunk.key, Ghost(0, BYPASSED, chunk.hits, chunk.returns))
+            if self._has_ghosts:
+                self._ghosts.add(chunk.table.directory, chunk.key, Ghost(0, BYPASSED, chunk.hits, chunk.returns))
 
     def _write(self, nvme: NvmeTier, new: list[Chunk]) -> None:
         for chunk in new:
@@ -237,7 +255,8 @@ class Replay:
             extent = self._nvme.forget(chunk)
             if extent is not None:
                 self._nvme.extents.free(*extent)
-        self._ghosts.add(chunk.table.directory, chunk.key, Ghost(0, "evict", chunk.hits, chunk.returns))
+        if self._has_ghosts:
+            self._ghosts.add(chunk.table.directory, chunk.key, Ghost(0, "evict", chunk.hits, chunk.returns))
 
     def _demote_below(self, chunk: Chunk) -> None:
         """What is built on a chunk that went cannot be reached any more."""
@@ -246,10 +265,27 @@ class Replay:
             number = numbers.pop()
             orphan = chunk.table.chunks.get(self._keys[number])
             if orphan is not None:
-                self._ram.policy.demote(orphan)
-                if self._nvme is not None:
-                    self._nvme.policy.demote(orphan)
+                self._demote(orphan)
                 numbers += self._below[number]
+
+    def _demote(self, chunk: Chunk) -> None:
+        self._ram.policy.demote(chunk)
+        if self._nvme is not None:
+            self._nvme.policy.demote(chunk)
+
+
+def ends(trace: Trace) -> array[int]:
+    """For each request the first of its chunks that nobody asks for again (nor what is behind it), or -1."""
+    asked_again = bytearray(trace.num_chunks)
+    found = array("q", [-1]) * len(trace.requests)
+    for index in range(len(trace.requests) - 1, -1, -1):
+        for chunk in reversed(trace.requests[index].chunks):
+            if asked_again[chunk]:
+                break
+            found[index] = chunk
+        for chunk in trace.requests[index].chunks:
+            asked_again[chunk] = 1
+    return found
 
 
 def _key(number: int) -> Key:
