@@ -5,7 +5,9 @@ confused, they return empty-handed within their deadline; the failure is counted
 a failure nothing is asked for `RETRY_S`, so that a stopped daemon does not cost a deadline a request.
 
 Attach reads one link through the mount, in a thread that may be left behind: a stopped daemon cannot hold it. Nothing
-else touches the mount. The connection is closed, and the arena unmapped, in a forked child.
+else touches the mount. What the link said is remembered whatever happens, since a mount may be stale for ever where
+its socket is not: in a container a new daemon's mount is not seen, its socket is. The connection is closed, and the arena
+unmapped, in a forked child.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ class Client:
         self._name = name
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._socket_path: str | None = None
+        self._socket_path: str | None = None  # the last that the mount named
+        self._asks_mount_first = False
         self._retry_at = 0.0
         self._has_complained = False
         _clients.add(self)
@@ -107,7 +110,8 @@ class Client:
         What it raises is not logged again when the client goes on without the cache.
         """
         with self._lock:
-            if self._connection is None:
+            if self._connection is None or self._connection.has_ended():
+                self._connection = None
                 try:
                     self._connection = self._connect()
                 except UnavailableError:
@@ -115,18 +119,30 @@ class Client:
                     raise
                 self._has_complained = False
 
+    def is_attached(self) -> bool:
+        """Whether there is a session, as far as is known without asking: a stopped daemon still has its own."""
+        connection = self._connection
+        return connection is not None and not connection.has_ended()
+
     def _connect(self) -> Connection:
-        """A new connection. The socket's path survives a remount, so the mount itself is asked only if that fails."""
+        """A new connection: to the socket that is known, or, if nobody answers there, to the one that the mount names."""
         deadline = time.monotonic() + self.deadline_s
-        known, self._socket_path = self._socket_path, None
-        if known is not None and os.path.exists(known):
-            path = known
-        else:
-            path = find_socket(self.mount, self.deadline_s)
+        known, asks_mount = self._socket_path, self._asks_mount_first
+        self._asks_mount_first = False
+        refusal: UnavailableError | None = None
+        if known is not None and not asks_mount and os.path.exists(known):
+            try:
+                return Connection.open(known, self.namespace, self._name, self.deadline_s)
+            except UnavailableError as error:
+                if time.monotonic() >= deadline:
+                    self._asks_mount_first = True  # the next time: another daemon may have taken its place
+                    raise
+                refusal = error
+        self._socket_path = find_socket(self.mount, max(0.001, deadline - time.monotonic()))
+        if refusal is not None and self._socket_path == known:
+            raise refusal
         left_s = max(0.001, deadline - time.monotonic())
-        connection = Connection.open(path, self.namespace, self._name, left_s)
-        self._socket_path = path
-        return connection
+        return Connection.open(self._socket_path, self.namespace, self._name, left_s)
 
     def _attached(self) -> Connection | None:
         """The connection, or None while the cache is failing, or while another thread does not get to connect."""
@@ -134,7 +150,7 @@ class Client:
             return None
         try:
             connection = self._connection
-            if connection is not None and not connection.is_broken:
+            if connection is not None and not connection.has_ended():
                 return connection
             self._connection = None
             if time.monotonic() < self._retry_at:
