@@ -4,7 +4,7 @@ The client itself asks a stopped daemon again after a second, and waits a deadli
 loop that would hold up every request, so here a thread attaches anew (see `keeping`), and until it has, the answer is
 "nothing there". Leases are ended by a thread as well: their end has to be acknowledged, and nobody waits for it.
 
-Concurrency: `match`, `release` and `close` are for one thread, the scheduler's.
+Concurrency: all methods are for one thread, the scheduler's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from kvfs.client import Client, Lease
+from kvfs.client import Client, Lease, Prefetching
 from kvfs.engine_adapters.keeping import RETRY_S, Keeping
 from kvfs.keys import ChainHash
 
@@ -24,7 +24,7 @@ class PatientSession:
     def __init__(self, client: Client, retry_s: float = RETRY_S) -> None:
         self.client = client
         self._keeping = Keeping(client, retry_s)
-        self._ended: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Lease | Prefetching | None] = queue.SimpleQueue()
         self._releasing = threading.Thread(target=self._release_all, name="kvfs-release", daemon=True)
 
     def open(self) -> None:
@@ -42,10 +42,18 @@ class PatientSession:
             self._keeping.lost()
         return lease
 
+    def prefetch(self, chains: Sequence[ChainHash]) -> Prefetching:
+        """Have chunks brought into RAM, the first first; nothing while there is no answer."""
+        return self.client.prefetch(chains) if self._keeping.is_up else Prefetching()
+
     def release(self, lease: Lease) -> None:
         """End a lease soon."""
         if lease.count:
             self._ended.put(lease)
+
+    def cancel(self, prefetching: Prefetching) -> None:
+        """Give up what a prefetch has not begun, soon."""
+        self._ended.put(prefetching)
 
     def close(self) -> None:
         """End the session."""
@@ -56,5 +64,8 @@ class PatientSession:
         self.client.close()
 
     def _release_all(self) -> None:
-        while (lease := self._ended.get()) is not None:
-            lease.release()
+        while (ended := self._ended.get()) is not None:
+            if isinstance(ended, Lease):
+                ended.release()
+            else:
+                ended.cancel()

@@ -52,9 +52,13 @@ class ClientStatistics:
 
 @dataclass(eq=False)
 class Lease:
-    """`count` chunks from the first on are stored, and stay until this is released (or used as a context)."""
+    """`count` chunks from the first on are stored, and stay until this is released (or used as a context).
+
+    `tiers` has a byte for each, the `Tier` it was in when they were matched.
+    """
 
     count: int
+    tiers: bytes = b""
     _number: int = 0
     _connection: Connection | None = None
 
@@ -71,6 +75,20 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+@dataclass(eq=False)
+class Prefetching:
+    """What `Client.prefetch` began."""
+
+    _number: int = 0
+    _connection: Connection | None = None
+
+    def cancel(self) -> None:
+        """Give up what was not begun yet, without waiting for the daemon; more than once is harmless."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.tell(m.Cancel(connection.next_id(), self._number))
 
 
 class Client:
@@ -201,7 +219,7 @@ class Client:
             self._failed(error)
             return Lease(0)
         self.statistics.matched += reply.count
-        return Lease(reply.count, reply.lease, connection)
+        return Lease(reply.count, reply.tiers, reply.lease, connection)
 
     def load(
         self, chains: Sequence[ChainHash], *, deadline_s: float | None = None, stream: bool = False
@@ -232,6 +250,19 @@ class Client:
             else:
                 self.statistics.missed += 1
         return load
+
+    def prefetch(self, chains: Sequence[ChainHash], *, priority: int = 0, deadline_s: float = 60.0) -> Prefetching:
+        """Have chunks that are on NVMe brought into RAM, the first first, without waiting; a failing cache does not.
+
+        A load of them is likely: what none comes for is counted as wasted. Higher priorities (0 to 100) go first.
+        """
+        connection = self._attached()
+        if connection is None or not chains:
+            return Prefetching()
+        number = connection.next_id()
+        keys = b"".join([chain[:16] for chain in chains[: m.MAX_BATCH]])
+        connection.tell(m.Prefetch(number, keys, priority, int(deadline_s * 1000)))
+        return Prefetching(number, connection)
 
     # storing
 
@@ -312,6 +343,7 @@ __all__ = [
     "Lease",
     "Load",
     "NewChunk",
+    "Prefetching",
     "Publishing",
     "Reservation",
     "Reserving",

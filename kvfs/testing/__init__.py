@@ -13,6 +13,7 @@ import errno
 import os
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -94,6 +95,19 @@ class FaultySystem(System):
         """See `System`."""
         _raise(self.allocate_error)
         super().fallocate(fd, offset, length)
+
+
+class SlowSystem(System):
+    """A system with a slow device. Attributes: read_delay_s: what each read takes longer."""
+
+    def __init__(self) -> None:
+        self.read_delay_s = 0.0
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """See `System`."""
+        if self.read_delay_s:
+            time.sleep(self.read_delay_s)
+        return super().preadv(fd, buffers, offset)
 
 
 class LosingSystem(FaultySystem):
