@@ -49,7 +49,7 @@ def wait_for_publishing(engine: StandIn) -> None:
         worker.flush()
 
 
-@pytest.mark.parametrize("load_async", [True, False])
+@pytest.mark.parametrize("load_async", [True, False, None])
 def test_another_engine_gets_the_same_kv(node: Node, engines: Any, load_async: bool) -> None:
     fill(engines())
     assert [chunk.position for chunk in node.chunks()] == [0, 1, 2, 3]
@@ -60,7 +60,7 @@ def test_another_engine_gets_the_same_kv(node: Node, engines: Any, load_async: b
     assert not engine.failed
 
 
-@pytest.mark.parametrize("load_async", [True, False])
+@pytest.mark.parametrize("load_async", [True, False, None])
 def test_a_chunk_is_loaded_from_where_the_local_blocks_end(engines: Any, load_async: bool) -> None:
     """Local blocks may be read by others at this moment: they are not written, not even with the same bytes."""
     fill(engines())
@@ -129,7 +129,7 @@ def test_generated_tokens_are_stored_with_the_prompt(node: Node, engines: Any) -
 
 
 @pytest.mark.expect_log("does not have its checksum|bad|corrupt|dropped")
-@pytest.mark.parametrize("load_async", [True, False])
+@pytest.mark.parametrize("load_async", [True, False, None])
 def test_what_did_not_arrive_is_named_and_stored_anew(node: Node, engines: Any, load_async: bool) -> None:
     """The third chunk has rotted: its blocks and those behind it are reported, the ones before are right."""
     fill(engines())
@@ -138,7 +138,7 @@ def test_what_did_not_arrive_is_named_and_stored_anew(node: Node, engines: Any, 
     request = request_of(TOKENS)
     engine.scheduler.arrived(request)
     assert engine.admit(request, OTHER_IDS) == 4 * CHUNK
-    if load_async:
+    if engine.scheduler.is_async(request):
         engine.settle(request)
     else:
         engine.schedule(request, 6)
