@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 IN_STEP_BYTES = 256 << 20
 """More than this is not loaded inside one step: others compute in it too."""
 
+ASK_AGAIN_S = 0.1
+"""A request of which nothing is stored asks again when it is older than this: another one may have stored it by then."""
+
 MAX_LEASED_REQUESTS = 64
 """Requests that hold leases while they wait for their turn: a long queue must not hold the whole cache."""
 
@@ -46,7 +49,7 @@ class TrackedRequest:
         prefetches: of each rank, for those of them that were on NVMe.
         num_found: chunks, from the first on, that every rank has.
         tiers: a byte for each, the slowest tier that a rank has it in, when they were matched.
-        num_asked: chunks that were asked for then.
+        num_asked: chunks that were asked for then; asked_at: by the monotonic clock.
         may_load: False once a load failed: what is missing is computed then.
         may_store: False once the weights may have changed under it.
         load_end: the token up to which to load; None until it was decided.
@@ -64,6 +67,7 @@ class TrackedRequest:
         self.num_found = 0
         self.tiers = b""
         self.num_asked = 0
+        self.asked_at = 0.0
         self.may_load = True
         self.may_store = True
         self.load_end: int | None = None
@@ -216,12 +220,13 @@ class SchedulerSide:
         """See how far every rank has the prefix, and in which tiers, unless that is known and leased."""
         tracked.chunks.take(tracked.request.all_token_ids)
         chains = tracked.chunks.chains[:MAX_BATCH]
-        is_known = tracked.leases and tracked.num_asked == len(chains) and not again
-        if is_known or tracked.loading is not None:
+        now = time.monotonic()
+        is_fresh = bool(tracked.leases) if tracked.num_found else now - tracked.asked_at < ASK_AGAIN_S
+        if (is_fresh and tracked.num_asked == len(chains) and not again) or tracked.loading is not None:
             return
         before, tracked.leases = tracked.leases, []  # which end when there are new ones
         self.num_leased -= bool(before)
-        tracked.num_asked = len(chains)
+        tracked.num_asked, tracked.asked_at = len(chains), now
         found = len(chains)
         leases = []
         for session in self._sessions:
@@ -281,6 +286,7 @@ class SchedulerSide:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.has_stores = False  # the workers copy them before the blocks go
                 tracked.num_handled = 0
+                tracked.asked_at = 0.0  # there may be more by now: its own chunks
         # A step may compute with KV that did not arrive; vLLM repeats it, and nothing of it may be stored. What is due
         # is stored with a later step.
         may_store = not self._num_in_step

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvfs.engine_adapters import vllm_scheduler
 from kvfs.engine_adapters.vllm_orders import LoadReport, StepReport
 from kvfs.engine_adapters.vllm_scheduler import MAX_LEASED_REQUESTS
 from kvfs.messages import Tier
@@ -217,6 +218,21 @@ def test_asking_twice_changes_nothing(node: Node, engines: Any) -> None:
     assert not engine.scheduler.finished(request, [])
     engine.close()
     assert node.call(lambda: sum(chunk.leases > 0 for chunk in node.store.catalog.chunks())) == 0
+
+
+def test_a_request_that_missed_asks_again_when_it_is_its_turn(
+    node: Node, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another may have stored the prefix while it waited; but right after it arrived it does not ask twice."""
+    engine = engines()
+    request = request_of(TOKENS)
+    engine.scheduler.arrived(request)
+    for _ in range(3):
+        assert engine.scheduler.loadable_tokens(request, 0) == 0
+    assert node.call(lambda: node.store.counters.matches) == 1
+    fill(engines())
+    monkeypatch.setattr(vllm_scheduler, "ASK_AGAIN_S", 0.0)
+    assert engine.scheduler.loadable_tokens(request, 0) == 4 * CHUNK
 
 
 def test_a_long_queue_does_not_hold_the_cache(node: Node, engines: Any) -> None:
