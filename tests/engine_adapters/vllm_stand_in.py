@@ -91,7 +91,7 @@ class StandIn:
 
     def __init__(self, mount: Path, num_ranks: int = 1, **settings: Any) -> None:
         self.settings = VllmSettings(
-            str(mount), **{"floor_tokens": 1, "break_even": False, "load_async": True, **settings}
+            str(mount), **{"floor_tokens": 1, "break_even": False, "load_async": True, "deadline_s": 10.0, **settings}
         )
         namespaces = [namespace_of(rank, num_ranks) for rank in range(num_ranks)]
         self.tensors = [
