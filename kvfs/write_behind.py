@@ -59,6 +59,7 @@ class WriteBehind:
         self._commits = commits
         self._queue: deque[Chunk] = deque()
         self._changed = trio.Event()
+        self._is_awaited = False
         self._retry_s = _FIRST_RETRY_S
         self._retry_at = 0.0  # of trio's clock
         self.dirty_bytes = 0
@@ -72,16 +73,20 @@ class WriteBehind:
         self._notify()
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        """Wake whoever waits for a change; with nobody waiting this costs nothing, and it is called for each chunk."""
+        if self._is_awaited:
+            self._is_awaited = False
+            self._changed.set()
+            self._changed = trio.Event()
 
     async def drain(self) -> None:
         """Wait until nothing is dirty. Waits for ever while the device fails: bound it."""
         while self.num_dirty:
-            await self._changed.wait()
+            await self.progress()
 
     async def progress(self) -> None:
         """Wait until a chunk became dirty or clean."""
+        self._is_awaited = True
         await self._changed.wait()
 
     async def run(self) -> None:
@@ -94,7 +99,7 @@ class WriteBehind:
     async def _write_groups(self, send: trio.MemorySendChannel[_Group]) -> None:
         while True:
             while not self._queue:
-                await self._changed.wait()
+                await self.progress()
             await trio.sleep_until(self._retry_at)
             group = _Group(self._take_group())
             try:
