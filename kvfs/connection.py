@@ -279,14 +279,19 @@ class Connection:
 
     # memory
 
+    @property
+    def is_trusted(self) -> bool:
+        """Whether what this client stores is written where it will stay."""
+        return self.welcome is not None and self.welcome.is_trusted
+
     def window(self, size_bytes: int, deadline_s: float) -> memoryview:
         """What slots count from: the session's window, opened when first asked for, or the arena of a trusted one.
 
         Raises UnavailableError or UsageError.
         """
-        assert self.welcome is not None
-        if self.welcome.is_trusted:
+        if self.is_trusted:
             return self.arena
+        assert self.welcome is not None
         with self.turn(time.monotonic() + deadline_s):
             if self._window is None:
                 size_bytes = min(size_bytes, self.welcome.max_window_bytes)

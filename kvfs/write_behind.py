@@ -223,7 +223,6 @@ class WriteBehind:
 
     def _became_clean(self, chunk: Chunk, offset: int, *, was_put: bool) -> None:
         if not chunk.is_removed:
-            chunk.is_proven = True
             self._nvme.place(chunk, offset)
             self._residency.placed_on_nvme(chunk)
             return

@@ -16,6 +16,7 @@ import trio
 from kvfs import namespace as namespaces
 from kvfs.catalog import ChunkTable
 from kvfs.client import Client, Publishing
+from kvfs.errors import CorruptChunk, UnavailableError
 from kvfs.messages import StoreStatus, Tier
 from kvfs.mount.session import serve_sessions
 from kvfs.store import Store
@@ -102,23 +103,61 @@ async def test_what_was_stored_in_place_is_there_after_a_restart(tmp_path: Path,
             await in_thread(assert_right, client, 1, 3, Tier.NVME)
 
 
-async def test_wrong_bytes_in_place_are_bad(tmp_path: Path) -> None:
-    """Whoever seals a layer and writes on is told, and nothing becomes visible."""
+@pytest.mark.expect_log("is corrupt and was dropped")
+@pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])
+async def test_wrong_bytes_in_place_are_a_miss(tmp_path: Path, tier: Tier) -> None:
+    """Whoever seals a layer and writes on is trusted; who loads the chunk looks, from whichever tier, and it is gone."""
+
+    def spoil() -> list[StoreStatus]:
+        with client_of(tmp_path) as client:
+            (reservation,) = client.store(new_chunks(chain_of(MIB, 1)))
+            assert reservation.payload is not None
+            reservation.payload[:] = bytes(len(reservation.payload))
+            for layer in range(MIB.num_layers):
+                reservation.seal(layer)
+            reservation.payload[100] = 1
+            return client.publish([reservation])
+
+    def load() -> None:
+        with client_of(tmp_path) as client:
+            load = client.load(chain_of(MIB, 1).chains)
+            assert load is not None
+            with load, pytest.raises((CorruptChunk, UnavailableError)):
+                load.layer(0, 0)
+
     async with trusted(tmp_path) as (store, table):
+        assert await in_thread(spoil) == [StoreStatus.STORED]
+        assert await store.flush()
+        if tier is Tier.RAM:
+            await in_thread(load)
+            await eventually(lambda: not table.chunks)
+    if tier is Tier.NVME:
+        async with trusted(tmp_path) as (store, table):
+            await in_thread(load)
+            assert not next(iter(store.catalog.tables.values())).chunks
 
-        def spoil() -> list[StoreStatus]:
-            with client_of(tmp_path) as client:
-                (reservation,) = client.store(new_chunks(chain_of(MIB, 1)))
-                assert reservation.payload is not None
-                reservation.payload[:] = bytes(len(reservation.payload))
-                for layer in range(MIB.num_layers):
-                    reservation.seal(layer)
-                reservation.payload[100] = 1
-                return client.publish([reservation])
 
-        assert await in_thread(spoil) == [StoreStatus.BAD]
-        assert not table.chunks
-        assert store.statistics().ram.used_bytes == 0
+async def test_whole_payloads_are_sealed_as_they_are_copied(tmp_path: Path) -> None:
+    """`fill` is right for clients that store in place, and for chunks of several pieces."""
+    large = sized_namespace(3 << 20)
+    async with trusted(tmp_path, ram=32 << 20, nvme=32 << 20, window_bytes=16 << 20) as (store, _):
+
+        def fill_whole() -> None:
+            with Client(plain_mount(tmp_path), large, deadline_s=5.0) as client:
+                chain = chain_of(large, 2)
+                reservations = client.store(new_chunks(chain))
+                for reservation in reservations:
+                    reservation.fill(memoryview(payload_of(reservation.chunk.chain, reservation.geometry)))  # type: ignore[arg-type]
+                assert client.publish(reservations) == [StoreStatus.STORED] * 2
+                load = client.load(chain.chains)
+                assert load is not None
+                with load:
+                    for index, value in enumerate(chain.chains):
+                        for layer in range(large.num_layers):
+                            assert bytes(load.layer(index, layer)) == layer_of(value, load.geometry(index), layer)
+
+        await in_thread(fill_whole)
+        assert store.counters.stores_bad == 0
 
 
 async def test_a_trusted_client_has_a_budget(tmp_path: Path) -> None:
