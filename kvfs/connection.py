@@ -24,7 +24,7 @@ from typing import TypeVar
 from kvfs import messages as m
 from kvfs import namespace as namespaces
 from kvfs.arena import MADV_POPULATE_READ, MADV_POPULATE_WRITE
-from kvfs.errors import ProtocolError, UnavailableError, UsageError
+from kvfs.errors import KvfsError, ProtocolError, UnavailableError, UsageError
 from kvfs.namespace import Namespace
 
 log = logging.getLogger(__name__)
@@ -220,6 +220,38 @@ class Connection:
                 return self.receive(id_, kind, deadline)
         finally:
             self._awaited.discard(id_)
+
+    def is_behind(self) -> bool:
+        """Whether the daemon has yet to answer something that `begin` sent; takes in the answers that have come."""
+        if not self._lock.acquire(blocking=False):
+            return True
+        try:
+            while not self.is_broken and not self._awaited <= self._early.keys():
+                self._socket.settimeout(0)
+                try:
+                    packet = self._socket.recv(m.MAX_MESSAGE_BYTES + 1)
+                except BlockingIOError:
+                    return True
+                if not packet:
+                    self.give_up()
+                    return False
+                self._keep(self._decode(packet))
+            return False
+        except (OSError, KvfsError):
+            self.give_up()
+            return False
+        finally:
+            self._lock.release()
+
+    def _keep(self, answer: m.AnyReply) -> None:
+        """An answer that nobody waits for at the moment."""
+        if answer.id in self._ignored:
+            self._ignored.discard(answer.id)
+        elif isinstance(answer, m.Arrived) or answer.id in self._awaited:
+            self._early.setdefault(answer.id, deque()).append(answer)
+        else:
+            self.give_up()
+            raise ProtocolError(f"the daemon sent {type(answer).__name__}, for which nobody had asked")
 
     def _receive(self, id_: int, kind: type[R], deadline: float) -> tuple[R, list[int]]:
         fds: list[int] = []

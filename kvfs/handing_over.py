@@ -41,12 +41,16 @@ class Reservation:
     _checksums: dict[int, int] = field(default_factory=dict, repr=False)
 
     def fill(self, payload: memoryview) -> None:
-        """Copy the whole payload from the engine's memory; it is sealed with that where the daemon relies on it."""
+        """Copy the whole payload from the engine's memory.
+
+        What a trusted client writes needs its checksums from either side: this one takes them while it copies if the
+        daemon still works on what was handed over before.
+        """
         assert self.payload is not None
         size = self.geometry.payload_bytes
         if len(payload) != size:
             raise UsageError(f"the payload of this chunk has {size} bytes, not {len(payload)}")
-        if self.connection is not None and self.connection.is_trusted:
+        if self.connection is not None and self.connection.is_trusted and self.connection.is_behind():
             num_layers = len(self.geometry.layers)
             self._checksums = dict(enumerate(copy_layers(self.geometry, 0, num_layers, payload, self.payload)))
             return

@@ -137,26 +137,31 @@ async def test_wrong_bytes_in_place_are_a_miss(tmp_path: Path, tier: Tier) -> No
             assert not next(iter(store.catalog.tables.values())).chunks
 
 
-async def test_whole_payloads_are_sealed_as_they_are_copied(tmp_path: Path) -> None:
-    """`fill` is right for clients that store in place, and for chunks of several pieces."""
+async def test_whoever_has_time_takes_the_checksums(tmp_path: Path) -> None:
+    """A whole payload is sealed as it is copied if the daemon is busy with earlier ones; either way it is right."""
     large = sized_namespace(3 << 20)
+    chain = chain_of(large, 2)
+
+    def check(client: Client) -> None:
+        load = client.load(chain.chains)
+        assert load is not None
+        with load:
+            for index, value in enumerate(chain.chains):
+                for layer in range(large.num_layers):
+                    assert bytes(load.layer(index, layer)) == layer_of(value, load.geometry(index), layer)
+
     async with trusted(tmp_path, ram=32 << 20, nvme=32 << 20, window_bytes=16 << 20) as (store, _):
-
-        def fill_whole() -> None:
-            with Client(plain_mount(tmp_path), large, deadline_s=5.0) as client:
-                chain = chain_of(large, 2)
-                reservations = client.store(new_chunks(chain))
-                for reservation in reservations:
-                    reservation.fill(memoryview(payload_of(reservation.chunk.chain, reservation.geometry)))  # type: ignore[arg-type]
-                assert client.publish(reservations) == [StoreStatus.STORED] * 2
-                load = client.load(chain.chains)
-                assert load is not None
-                with load:
-                    for index, value in enumerate(chain.chains):
-                        for layer in range(large.num_layers):
-                            assert bytes(load.layer(index, layer)) == layer_of(value, load.geometry(index), layer)
-
-        await in_thread(fill_whole)
+        with Client(plain_mount(tmp_path), large, deadline_s=5.0) as client:
+            first, second = await in_thread(client.store, new_chunks(chain))
+            first.fill(memoryview(payload_of(chain.chains[0], first.geometry)))
+            assert first.finished().checksums == b""
+            publishing = client.publish_later([first])  # which the daemon cannot answer: this is its thread
+            second.fill(memoryview(payload_of(chain.chains[1], second.geometry)))
+            assert len(second.finished().checksums) == 8 * large.num_layers
+            assert await in_thread(client.publish, [second]) == [StoreStatus.STORED]
+            assert await in_thread(publishing.wait) == [StoreStatus.STORED]
+            await in_thread(check, client)
+            assert not client.statistics.failures
         assert store.counters.stores_bad == 0
 
 
