@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -29,6 +28,7 @@ from kvfs.testing import (
     tiny_namespace,
 )
 from kvfs.testing.daemon import DaemonProcess
+from kvfs.testing.processes import num_descriptors
 
 NS = tiny_namespace()
 
@@ -48,7 +48,7 @@ def connected(directory: Path) -> socket.socket:
 
 def test_connections_beyond_the_descriptors_of_the_daemon_wait(tmp_path: Path, daemon: DaemonProcess) -> None:
     """A daemon that has no descriptor left for another client serves those that it has, and the next when some go."""
-    in_use = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+    in_use = num_descriptors(daemon.process.pid)
     resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (in_use + 20, in_use + 20))
     with closing(Client(plain_mount(tmp_path), NS, deadline_s=10.0)) as client:
         client.attach()

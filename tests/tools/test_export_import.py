@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvfs.mount import mountpoint
+from kvfs.testing.processes import command_line
 
 from .conftest import DEADLINE_S, KVFS, NAMESPACE, Mount, kvfs, store, wait_for
 
@@ -164,7 +165,7 @@ def test_an_interrupt_leaves_whole_chunks(source: Mount, target: Mount, tmp_path
         ) as process,
     ):
         assert process.stdin is not None
-        wait_for("it has begun", lambda: b"import" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+        wait_for("it has begun", lambda: "import" in command_line(process.pid))
         pipe = io.FileIO(process.stdin.fileno(), "wb", closefd=False)  # nothing is left to write at its end
         with contextlib.suppress(BrokenPipeError), tarfile.open(fileobj=pipe, mode="w|") as archive:
             archive.add(place / NAME / "namespace.json", f"{NAME}/namespace.json")
