@@ -16,10 +16,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvfs.testing import wait_until
 from kvfs.tools.demo import model as demo_model
 from kvfs.tools.demo.prompt import NUM_TOKENS
-
-from .conftest import wait_until
 
 LIMIT_S = 240.0
 

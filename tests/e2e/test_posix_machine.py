@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from kvfs import namespace as namespaces
+from kvfs.testing import soon
 
 from .posix_machine import (
     KEY,
@@ -34,7 +35,6 @@ from .posix_machine import (
     a_path,
     a_view,
     errno_of,
-    soon,
 )
 
 a_place = st.sampled_from(["flat", "deep", "top"])

@@ -22,9 +22,9 @@ from kvfs.config import Settings
 from kvfs.mount.session import serve_sessions
 from kvfs.opening import open_store
 from kvfs.store import Store
+from kvfs.testing import DEADLINE_S
 
 T = TypeVar("T")
-START_DEADLINE_S = 30.0
 
 
 class Node:
@@ -41,7 +41,7 @@ class Node:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._ready.wait(START_DEADLINE_S)
+        assert self._ready.wait(DEADLINE_S)
 
     def stop(self) -> None:
         """Flush and end, as SIGTERM does with a daemon."""

@@ -64,7 +64,7 @@ VOLUME_BYTES = (3 << 20, 5 << 20, 12 << 20, None)
 HOLDS_ALL_BYTES = 12 << 20
 STEPS_OF_A_LIFE = 15
 """After so many the store may be restarted; hypothesis would choose to do it all the time."""
-HANGS_AFTER_S = 30.0
+HANGS_AFTER_S = 120.0
 NAMESPACES = (sized_namespace(512 << 10, "tests/large"), sized_namespace(200 << 10, "tests/small"))
 
 

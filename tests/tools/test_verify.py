@@ -14,11 +14,12 @@ from xxhash import xxh3_64_intdigest
 from kvfs.chunk import Facts, build_header, file_name, geometry
 from kvfs.errors import CorruptChunk
 from kvfs.keys import KeyChain, key_of, root
+from kvfs.testing import DEADLINE_S, wait_until
 from kvfs.testing.processes import open_files
 from kvfs.tools import verify
 from kvfs.tools.progress import Track
 
-from .conftest import DEADLINE_S, KVFS, NAMESPACE, Mount, kvfs, store, wait_for
+from .conftest import KVFS, NAMESPACE, Mount, kvfs, store
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 
@@ -156,7 +157,7 @@ def test_an_interrupt_says_how_far_it_came(mount: Mount) -> None:
             assert process.poll() is None, "it has ended"
             return any(target.endswith(".safetensors") for _, target in open_files(process.pid))
 
-        wait_for("it reads", is_reading)
+        wait_until(is_reading, "it reads")
         process.send_signal(signal.SIGINT)
         told, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
