@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvfs.config import default_socket_directory
 from kvfs.mount.sockets import directory_for
@@ -29,6 +30,10 @@ END_DEADLINE_S = 20.0  # for processes and mounts that are on their way out when
 # of our tests among them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says what else the machine does.
+settings.register_profile("kvfs", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvfs")
 
 RUN = f"kvfs-{os.getpid()}-"
 """Temporary directories of this run that lie elsewhere begin with it."""

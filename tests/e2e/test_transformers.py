@@ -22,6 +22,7 @@ from kvfs.testing import DEADLINE_S, wait_until
 from .conftest import Daemon
 
 CHUNK = 64
+torch.set_num_threads(1)  # the model is tiny: several threads wait for each other longer than they compute
 STOPPED_S = 0.5
 
 

@@ -25,6 +25,7 @@ from kvfs.store import Store
 from kvfs.testing import DEADLINE_S
 
 T = TypeVar("T")
+torch.set_num_threads(1)  # the models are tiny: several threads wait for each other longer than they compute
 
 
 class Node:

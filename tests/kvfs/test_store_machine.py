@@ -997,9 +997,10 @@ def play(directory: Path, how: settings) -> None:
 
 
 @EXPECTED
-def test_the_store_does_what_the_model_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_examples", [10, pytest.param(50, marks=pytest.mark.heavy)])
+def test_the_store_does_what_the_model_says(tmp_path: Path, max_examples: int) -> None:
     """The same operations at every run."""
-    play(tmp_path, settings(COMMON, max_examples=50, stateful_step_count=60, derandomize=True))
+    play(tmp_path, settings(COMMON, max_examples=max_examples, stateful_step_count=60, derandomize=True))
 
 
 @EXPECTED
