@@ -3,14 +3,15 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest -q
 
-.PHONY: help setup demo demo-vllm test test-vllm check lint format bench torture soak clean
+.PHONY: help setup demo demo-vllm test test-heavy test-vllm check lint format bench torture soak clean
 
 help:
 	@echo 'make demo    run a prompt cold, warm, after a restart and after its eviction, on a real mount'
 	@echo 'make test    the tests, real mounts included'
+	@echo 'make test-heavy  those tests that take long: state machines, changed inputs, interrupted demos'
 	@echo 'make demo-vllm  a prompt through two vLLM servers, one after the other (3.5 GB to set up the first time)'
 	@echo 'make test-vllm  the tests with a real vLLM, in an environment of its own'
-	@echo 'make check   what CI checks: lint, types, layers, tests'
+	@echo 'make check   before a change lands: lint, types, layers, and the tests of make test; .ci/run does more'
 	@echo 'make format  bring the sources into the form that `make check` asks for'
 	@echo 'make bench   what each path reaches, beside the limit of the hardware, some minutes'
 	@echo 'make torture kill -9 of a loaded daemon, KVFS_KILLS times; a power loss at every step, KVFS_TORN times'
@@ -26,6 +27,9 @@ demo:
 
 test: setup
 	$(PYTEST)
+
+test-heavy: setup
+	$(PYTEST) -m heavy
 
 demo-vllm:
 	@tools/bootstrap.sh demo

@@ -21,6 +21,7 @@ from kvfs.messages import StoreStatus, Tier
 from kvfs.mount.session import serve_sessions
 from kvfs.store import Store
 from kvfs.testing import (
+    DEADLINE_S,
     chain_of,
     eventually,
     layer_of,
@@ -40,7 +41,7 @@ from kvfs import namespace
 from kvfs.client import Client
 from kvfs.testing import chain_of, new_chunks
 space = namespace.decode(sys.stdin.buffer.read())
-client = Client(sys.argv[1], space, deadline_s=5.0)
+client = Client(sys.argv[1], space, deadline_s=60.0)
 (reservation,) = client.store(new_chunks(chain_of(space, 1)))
 reservation.payload[:4] = b"half"
 connection = reservation.connection
@@ -60,7 +61,7 @@ async def trusted(directory: Path, **settings: Any) -> AsyncIterator[tuple[Store
 
 
 def client_of(directory: Path) -> Client:
-    return Client(plain_mount(directory), MIB, deadline_s=5.0)
+    return Client(plain_mount(directory), MIB, deadline_s=DEADLINE_S)
 
 
 def fill(client: Client, seed: int, num_chunks: int = 1) -> Publishing:
@@ -235,7 +236,7 @@ async def test_publishes_become_visible_in_order(tmp_path: Path) -> None:
     async with trusted(tmp_path, **room) as (store, _):
 
         def hand_over() -> None:
-            with Client(plain_mount(tmp_path), small, deadline_s=5.0) as client:
+            with Client(plain_mount(tmp_path), small, deadline_s=DEADLINE_S) as client:
                 reservations = client.store(new_chunks(chain_of(small, 900)))
                 for reservation in reservations:
                     assert reservation.payload is not None
