@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from kvfs import namespace as namespaces
 from kvfs.catalog import Chunk, ChunkTable
-from kvfs.chunk import geometry, parse_file_name
-from kvfs.errors import CapacityError
+from kvfs.chunk import geometry, parse_file_name, parse_header
+from kvfs.errors import CapacityError, CorruptChunk
 from kvfs.keys import KEY_BYTES, Key
 from kvfs.mount.errnos import Refused
 from kvfs.mount.inodes import Inodes
@@ -113,6 +113,11 @@ class CopyingIn:
     async def write(self, file: StagedFile, offset: int, piece: bytes) -> None:
         """Put bytes into a file. Raises CapacityError too."""
         self._check_changeable(file, offset + len(piece))
+        if not offset and file.table is not None and not file.is_identity:
+            try:
+                file.staged.position = parse_header(file.table.namespace, piece)[1].position
+            except CorruptChunk:
+                pass  # only the first bytes of a header have come, or the proof will say what it is
         try:
             await self._store.staging.write(file.staged, offset, piece)
         except CapacityError as error:
@@ -302,6 +307,7 @@ class CopyingIn:
             if node.draft is not None:
                 self._names.forget_draft(node.draft)
             self._names.copying_is_over(node.table)
+            self._store.copying_is_over(node.table)
         if modified_ns is None or not 0 <= modified_ns < MAX_TIME_NS:
             return
         if isinstance(node, StagedFile):

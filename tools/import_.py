@@ -286,8 +286,12 @@ def _told(error: OSError, path: str, what: str, size_bytes: int = 0) -> KvfsErro
     if error.errno == errno.ENOSPC:
         quota = _quota_that_holds(os.path.dirname(os.path.dirname(path)), size_bytes)
         if quota:
-            return UnavailableError(f"{quota}, and all that it has now is pinned, in use, or not yet on NVMe")
-        return UnavailableError("the cache has no room now: all of it is in use, or cannot be written to NVMe")
+            return UnavailableError(
+                f"{quota}, and all that it has now is pinned, in use, not yet on NVMe, or came with this copy"
+            )
+        return UnavailableError(
+            "the cache has no room now: all of it is in use, came with this copy, or cannot be written to NVMe"
+        )
     return UnavailableError(f"{what}: {error.strerror}")
 
 
