@@ -84,6 +84,7 @@ class StagedFile:
         num_open: open file handles.
         is_settled: it proved itself, and is closed for good.
         pin: what was asked for as the pin of the chunk.
+        original: the stored chunk that was opened to be changed, until that begins.
         lock: whoever proves it holds this.
     """
 
@@ -98,6 +99,7 @@ class StagedFile:
     num_open: int = 0
     is_settled: bool = False
     pin: bytes | None = None
+    original: Chunk | None = None
     lock: trio.Lock = field(default_factory=trio.Lock)
 
     @property
