@@ -134,7 +134,7 @@ class Operations(GuardedOperations):
         self.invalidations = Invalidations(pyfuse3.invalidate_entry)
         self.copying = CopyingIn(store, tree, self.inodes, self.invalidations)
         self._store = store
-        self._xattrs = Xattrs(store)
+        self._xattrs = Xattrs(store, tree.staged)
         self._uid, self._gid = os.geteuid(), os.getegid()
         self._open: dict[int, OpenFile | OpenDirectory] = {}
         self._next_handle = 1

@@ -244,6 +244,12 @@ class StagedNames:
         """The files that wait for a draft to become a namespace, and those that are still written under other names."""
         return list(dict.fromkeys(file for file in self.files.values() if file.home is draft))
 
+    def of_table(self, table: ChunkTable) -> set[StagedFile]:
+        """The files that are being copied to a namespace, or wait there under names that nobody lists."""
+        return {
+            file for file in (*self.files.values(), *self.open_files) if file.table is table and not file.is_settled
+        }
+
     def places(self, file: StagedFile) -> list[Place]:
         """All names of a file."""
         return [place for place, other in self.files.items() if other is file]

@@ -7,6 +7,7 @@ Concurrency: every function blocks; they are called in a thread and say through 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class Entry:
         tiers: where the bytes are, "ram", "nvme"; None if not looked into.
         last_used_ns, published_ns: of the latest, nanoseconds since the epoch, 0 if there is none.
         position, hits: of a chunk.
+        staging_files, staging_bytes: of a namespace: what is being copied in, which is no chunk yet.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Entry:
     published_ns: int = 0
     position: int | None = None
     hits: int | None = None
+    staging_files: int | None = None
+    staging_bytes: int | None = None
 
     def add(self, other: Entry) -> None:
         """Count `other` in."""
@@ -68,8 +72,20 @@ def list_namespaces(path: str, beat: Beat) -> list[Entry]:
         total = Entry(name, num_tokens=None, tiers=None)
         for chunk in _chunks(os.path.join(path, name, "chunks"), beat, looks_into=False):
             total.add(chunk)
+        total.staging_files, total.staging_bytes = staging_of(os.path.join(path, name))
         entries.append(total)
     return _by_last_use(entries)
+
+
+def staging_of(directory: str) -> tuple[int, int]:
+    """How many files are being copied to a namespace, and the bytes that they take; none if it is gone."""
+    try:
+        files, size = (int(os.getxattr(directory, f"user.kvfs.{name}")) for name in ("staging_files", "staging_bytes"))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENODATA):
+            raise
+        return 0, 0
+    return files, size
 
 
 def namespace_names(path: str) -> list[str]:

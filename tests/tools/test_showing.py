@@ -197,3 +197,13 @@ def test_a_log_is_not_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write the log"):
         background._open_log(str(tmp_path / "log"))
     assert not (tmp_path / "target").exists()
+
+
+def test_a_column_that_is_empty_is_left_out() -> None:
+    """What is being copied in is shown where there is something."""
+    entries = [listing.Entry("a"), listing.Entry("b", staging_files=2, staging_bytes=3 << 20)]
+    heading, first, second = ls.table("namespace", entries, SECOND_NS, width=None)
+    assert heading.endswith("copied in")
+    assert first.endswith("–")
+    assert second.endswith("2 files, 3.0 MiB")
+    assert "copied in" not in ls.table("namespace", entries[:1], SECOND_NS, width=None)[0]
