@@ -130,6 +130,13 @@ def _staging(entry: Entry, _: int) -> str:
     return f"{format_count(entry.staging_files, 'file')}, {format_size(entry.staging_bytes or 0)}"
 
 
+def _pin(entry: Entry, now_ns: int) -> str:
+    until = entry.pinned_until
+    if until is None:
+        return UNKNOWN
+    return until if isinstance(until, str) else f"{format_duration((until - now_ns) / 1e9)} more"
+
+
 _CHUNKS = _Column("chunks", 2, lambda entry, _: _number(entry.num_chunks))
 _TOKENS = _Column("tokens", 4, lambda entry, _: _number(entry.num_tokens))
 _POSITION = _Column("position", 6, lambda entry, _: _number(entry.position))
@@ -139,11 +146,12 @@ _TIER = _Column("tier", 7, _tier, is_text=True)
 _STORED = _Column("stored", 8, lambda entry, now_ns: _ago(entry.published_ns, now_ns))
 _USED = _Column("last used", 3, lambda entry, now_ns: _ago(entry.last_used_ns, now_ns))
 _COPIED_IN = _Column("copied in", 9, _staging)
-_RARE = frozenset({_COPIED_IN})  # left out where no line has anything there
+_PINNED = _Column("pinned", 2, _pin)
+_RARE = frozenset({_COPIED_IN, _PINNED})  # left out where no line has anything there
 _COLUMNS = {
     "namespace": (_CHUNKS, _SIZE, _STORED, _USED, _COPIED_IN),
     "prefix": (_CHUNKS, _TOKENS, _SIZE, _TIER, _USED),
-    "chunk": (_POSITION, _TOKENS, _HITS, _SIZE, _TIER, _STORED, _USED),
+    "chunk": (_POSITION, _TOKENS, _HITS, _SIZE, _TIER, _STORED, _USED, _PINNED),
 }
 _GAP = "  "
 
