@@ -36,6 +36,7 @@ from kvfs.tools.copying import (
     open_file,
     read_file,
     tell,
+    tell_refused,
     write_whole,
 )
 from kvfs.tools.mounted import Beat
@@ -83,7 +84,8 @@ def import_(
             with contextlib.suppress(OSError):
                 os.utime(os.path.join(path, name))  # nothing more comes: its files may show both their links
     except KvfsError:
-        if done.chunks:
+        tell_refused(done)
+        if done.chunks or done.refused:
             typer.echo(f"kvfs: {done.sentence('imported')}, before this:", err=True)
         raise
     mounted.ask(path, lambda beat: _look_after(path, put, done, beat))
