@@ -209,32 +209,39 @@ class Storing:
         async with self.staging.holding(staged):
             raw = self.staging.view(staged)
             geo, facts = await trio.to_thread.run_sync(prove, table.namespace, key, raw, limiter=self._copies)
+            has_room = (
+                key in table.chunks
+                or not self._fits(geo)
+                or await self._limits.make_room_for_copy(table, geo.file_bytes, facts.parent, facts.position)
+            )
             if self._residency.catalog.tables.get(table.directory) is not table:
                 raise UsageError(f"{table.directory} was removed meanwhile")
             known = table.chunks.get(key)
             if known is not None:
                 self._counters.copies_existing += 1
+                self._residency.copied_in.brought(known)
                 self.staging.drop(staged)
                 return known
-            parent = _parent(table, facts.parent, facts.position)
+            _parent(table, facts.parent, facts.position)  # raises if they contradict each other
             if staged.is_over:
                 raise UsageError("the file was dropped meanwhile")
             if not self._fits(geo):
                 raise CapacityError("a tier is smaller than this chunk")
-            if not self._limits.make_room(table, geo.file_bytes, parent):
+            if not has_room:
                 raise CapacityError(f"{table.directory} has reached its quota")
             table.reserved_bytes += geo.file_bytes
             new = NewChunk(facts.chain, facts.parent, facts.position, facts.num_tokens)
             reservation = Reservation(table, new, key, geo, self.staging.take(staged, geo.file_bytes))
             chunk = self._make_visible(reservation, facts.created_ns, staged.inode)
+            self._residency.copied_in.brought(chunk)
         chunk.last_used_ns = max(chunk.created_ns, self._system.time_ns())  # else it would be old before it is used
         self._counters.copies_admitted += 1
         self.stored([chunk])
         return chunk
 
-    async def _wait_for_room(self, length: int) -> int | None:
+    async def _wait_for_room(self, length: int, position: int | None) -> int | None:
         """An extent of the arena for what is being copied in, which unlike an engine can wait for the volume."""
-        offset = self._residency.reserve_ram(length)
+        offset = self._residency.reserve_ram_for_copy(length, position)
         writer, ram = self._writer, self._residency.ram
         if offset is not None or writer is None or length > ram.extents.capacity:
             return offset
@@ -245,7 +252,7 @@ class Storing:
             with trio.move_on_after(_ROOM_DEADLINE_S):
                 while offset is None and writer.num_dirty:
                     await writer.progress()
-                    offset = self._residency.reserve_ram(length)
+                    offset = self._residency.reserve_ram_for_copy(length, position)
         finally:
             self._num_waiting_for_room -= 1
         return offset

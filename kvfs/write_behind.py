@@ -15,11 +15,11 @@ import contextlib
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import trio
 
-from kvfs.catalog import Chunk
+from kvfs.catalog import NOWHERE, Chunk
 from kvfs.commits import Commits
 from kvfs.errors import UnavailableError
 from kvfs.index import ChunkRow
@@ -39,11 +39,13 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 30.0
 class _Group:
     """Chunks that are written together.
 
-    Attributes: chunks: leased; pairs: those that got an extent, with its offset; put: those whose row is committed.
+    Attributes: chunks: leased; pairs: those that got an extent, with its offset; left: those for which there was no room;
+    put: those whose row is committed.
     """
 
     chunks: list[Chunk]
     pairs: list[tuple[Chunk, int]] = field(default_factory=list)
+    left: list[Chunk] = field(default_factory=list)
     put: set[Chunk] = field(default_factory=set)
 
 
@@ -103,8 +105,9 @@ class WriteBehind:
             await trio.sleep_until(self._retry_at)
             group = _Group(self._take_group())
             try:
-                offsets = await self._residency.reserve_nvme(chunk.length for chunk in group.chunks)
-                group.pairs = list(zip(group.chunks, offsets, strict=False))
+                offsets = await self._residency.reserve_nvme(group.chunks)
+                group.left = group.chunks[len(offsets) :]
+                group.pairs = [pair for pair in zip(group.chunks, offsets, strict=False) if pair[1] != NOWHERE]
                 await self._transfer(group.pairs)
             except (OSError, UnavailableError) as error:
                 self._failed(group, error)
@@ -152,9 +155,8 @@ class WriteBehind:
         for chunk, offset in group.pairs:
             self._became_clean(chunk, offset, was_put=chunk in group.put)
         self._residency.arrived(self._nvme.policy, [chunk for chunk, _ in group.pairs])
-        left = group.chunks[len(group.pairs) :]
-        self._return_group(group.chunks, left)
-        if left:
+        self._return_group(group.chunks, group.left)
+        if group.left:
             self._try_later()
             return
         self._retry_s = _FIRST_RETRY_S
@@ -179,6 +181,8 @@ class WriteBehind:
             self._residency.lease(chunk)
             group.append(chunk)
             size += chunk.length
+        if any(self._residency.copied_in.depth(chunk) is not None for chunk in group):
+            group.sort(key=attrgetter("position"))  # of what came by copying the beginning stays
         return group
 
     def _return_group(self, group: list[Chunk], left: list[Chunk]) -> None:

@@ -45,9 +45,6 @@ def tells_errors(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def told(*args: Any, **kwargs: Any) -> None:
         try:
-            for value in kwargs.values():
-                if value == "" or (isinstance(value, list) and "" in value):
-                    raise UsageError("an argument is empty: was a variable meant that is not set?")
             command(*args, **kwargs)
         except KvfsError as error:
             typer.echo(f"kvfs: {printable(str(error))}", err=True)
@@ -110,6 +107,10 @@ def _register(arguments: list[str]) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run a command line; its exit code."""
+    if any(not argument or (argument.startswith("--") and argument.endswith("=")) for argument in arguments):
+        # Whatever it is for: an option that takes a directory would take this one.
+        typer.echo("kvfs: an argument is empty: was a variable meant that is not set?", err=True)
+        return EXIT_USAGE
     _register(arguments)
     try:
         code = app(arguments or ["--help"], standalone_mode=False)

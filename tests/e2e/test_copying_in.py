@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import mmap
 import os
@@ -735,3 +736,84 @@ def test_large_gaps_hold_up_nobody_else_and_leave_nothing(target: Any, engines: 
     succeeds("rm", "-rf", engine.directory)
     assert not engine.directory.exists()
     assert (status(target.path)["num_staging"], status(target.path)["staging_bytes"]) == (0, 0)
+
+
+MAPPER = """
+import hashlib, mmap, sys
+with open(sys.argv[1], "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+    print(hashlib.sha256(mapped).hexdigest(), flush=True)
+    for line in sys.stdin:
+        print(hashlib.sha256(mapped).hexdigest(), flush=True)
+"""
+
+
+def hash_of(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "how", ["read", "written over", "read and mapped", "one byte", "one right byte", "cut and written"]
+)
+def test_a_chunk_that_is_opened_to_be_changed(engine: Any, how: str) -> None:
+    """It reads as it is, whatever is written; who has it mapped is never disturbed, and sees nothing of that.
+
+    Closing it is fine as long as it is that chunk then, so tools may write over parts of it.
+    """
+    engine.store("a")
+    file = engine.file("a")
+    raw = file.read_bytes()
+    command = [sys.executable, "-c", MAPPER, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        try:
+            assert reader.stdout.readline() == f"{hash_of(raw)}\n"
+            descriptor = os.open(file, os.O_RDWR)
+            assert os.fstat(descriptor).st_size == len(raw)
+            assert os.read(descriptor, len(raw) + 1) == raw
+            assert os.pread(descriptor, 100, len(raw)) == b""
+            if how == "read and mapped":
+                with pytest.raises(OSError, match="No such device"):  # direct I/O: what is written is not in pages
+                    mmap.mmap(descriptor, 0)
+            elif how == "written over":
+                assert os.pwrite(descriptor, raw, 0) == len(raw)
+            elif how == "one byte":
+                os.pwrite(descriptor, b"?", 5000)
+            elif how == "one right byte":
+                os.pwrite(descriptor, raw[5000:5001], 5000)
+            elif how == "cut and written":
+                os.ftruncate(descriptor, 5000)
+                os.pwrite(descriptor, raw[5000:], 5000)
+            assert os.pread(descriptor, len(raw) + 1, 0) == raw
+            with mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE) as mapped:
+                assert bytes(mapped) == raw
+            assert file.read_bytes() == raw
+            if how == "one byte":
+                with pytest.raises(OSError, match="Invalid argument"):
+                    os.close(descriptor)
+            else:
+                os.close(descriptor)
+            reader.stdin.write("again\n")
+            reader.stdin.flush()
+            assert reader.stdout.readline() == f"{hash_of(raw)}\n"
+        finally:
+            reader.stdin.close()
+            reader.wait()
+    assert reader.returncode == 0
+    assert file.read_bytes() == raw
+    engine.load("a")
+
+
+def test_what_is_written_over_a_namespace_json_is_not_read(engine: Any) -> None:
+    """Nor does it get into the pages of who reads it."""
+    engine.store("a")
+    file = engine.directory / "namespace.json"
+    raw = file.read_bytes()
+    descriptor = os.open(file, os.O_RDWR)
+    os.pwrite(descriptor, b"x" * len(raw), 0)
+    with mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE) as mapped:
+        assert bytes(mapped) == raw
+    assert file.read_bytes() == raw
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.close(descriptor)
+    assert file.read_bytes() == raw

@@ -242,9 +242,12 @@ def test_what_is_evicted_again_is_told_of(source: Mount, tmp_path: Path) -> None
     small = Mount(tmp_path / "small", ["--ram=1MiB", *source.flags[2:4]])
     small.start()
     try:
-        done = json.loads(kvfs("import", small.path, place, "--json").stdout)
-        assert (done["chunks"], done["why"]) == (200, "the cache has room for 1.0 MiB")
-        assert done["evicted"] == 200 - len(stored(small)) > 0
+        result = kvfs("import", small.path, place)
+        assert result.returncode == 1
+        assert "the cache has no room now" in result.stderr
+        count = len(stored(small))
+        assert result.stderr.startswith(f"kvfs: imported {count} chunks")
+        assert 50 < count < 150
     finally:
         assert kvfs("umount", small.path).returncode == 0
 

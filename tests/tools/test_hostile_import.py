@@ -49,6 +49,19 @@ def ends(result: subprocess.CompletedProcess[str], code: int, sentence: str) -> 
     assert not any(ord(letter) < 32 and letter != "\n" for letter in result.stdout + result.stderr)
 
 
+def test_what_was_refused_before_an_error_is_told_of(target: Mount, tmp_path: Path) -> None:
+    """An archive that is cut, after a member that is no chunk: both are said, and how much came before."""
+    path = archive(tmp_path / "x.tar", {f"{NAME}/namespace.json": b"{}", CHUNK: bytes(20_000)})
+    path.write_bytes(path.read_bytes()[:6000])
+    result = kvfs("import", target.path, path)
+    ends(result, 2, "in the middle of a file")
+    first, second, count, last = result.stderr.splitlines()
+    assert first.startswith(f"{NAME}/namespace.json  ")
+    assert second == f"{CHUNK}  no namespace.json of {NAME} came before it"
+    assert count == "kvfs: imported 0 chunks, 0 B; 2 refused, before this:"
+    assert "is no archive, or not whole" in last
+
+
 def test_archives_that_lie(target: Mount, tmp_path: Path) -> None:
     """One sentence and an exit code, soon, for sizes beyond all, maps of holes that are none, and a cut."""
     began_s = time.monotonic()

@@ -297,3 +297,23 @@ def test_a_signal_ends_a_foreground_mount(mount: Mount, number: signal.Signals) 
         assert process.wait(DEADLINE_S) == 0
         assert process.stderr.read() == ""
     assert not mount.is_mounted
+
+
+def test_what_is_being_copied_in_is_told_of(mount: Mount) -> None:
+    """Nobody lists it, so status, ls and stat say how much it is and where."""
+    mount.start()
+    store(mount.path, list(range(16)))
+    top = mount.path / NAMESPACE.directory
+    (top / "chunks" / ".one").write_bytes(b"x" * 5000)
+    (top / "chunks" / ".two").write_bytes(b"x" * 100)
+    [namespace] = mount.json("ls")
+    [stat] = mount.json("stat", "tiny")
+    status = mount.json("status")
+    assert namespace["staging_files"] == stat["staging_files"] == status["num_staging"] == 2
+    assert namespace["staging_bytes"] == stat["staging_bytes"] == status["staging_bytes"] == 8192 + 4096
+    assert "2 files, 12.0 KiB" in kvfs("ls", mount.path).stdout
+    assert "2 files, 12.0 KiB, being copied in" in " ".join(kvfs("status", mount.path).stdout.replace("│", " ").split())
+    assert "user.kvfs.staging_bytes" not in os.listxattr(top)
+    (top / "chunks" / ".one").unlink()
+    (top / "chunks" / ".two").unlink()
+    assert mount.json("ls")[0]["staging_files"] == 0
