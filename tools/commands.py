@@ -74,7 +74,7 @@ def main_options(
 
 
 # Of each command, in the order of --help: the module in kvfs.tools, its function, and the examples below its help.
-_COMMANDS = {
+COMMANDS = {
     "mount": ("mount", "mount", "EXAMPLES"),
     "umount": ("umount", "umount", "EXAMPLES"),
     "status": ("status", "status", "EXAMPLES"),
@@ -98,9 +98,9 @@ _COMMANDS = {
 
 def _register(arguments: list[str]) -> None:
     """Make the command known that is called, or all of them: most of what a short one would take is imports of others."""
-    wanted = [name for name in arguments[:1] if name in _COMMANDS]
-    for name in wanted or _COMMANDS:
-        place, function, examples = _COMMANDS[name]
+    wanted = [name for name in arguments[:1] if name in COMMANDS]
+    for name in wanted or COMMANDS:
+        place, function, examples = COMMANDS[name]
         module = importlib.import_module(f"kvfs.tools.{place}")
         app.command(name, epilog=getattr(module, examples))(tells_errors(getattr(module, function)))
 
@@ -128,5 +128,5 @@ def _sentence(error: Any, arguments: list[str]) -> str:
     if getattr(error, "ctx", None) is not None:
         command = error.ctx.command_path
     else:  # an option without its argument
-        command = f"kvfs {arguments[0]}" if arguments and arguments[0] in _COMMANDS else "kvfs"
+        command = f"kvfs {arguments[0]}" if arguments and arguments[0] in COMMANDS else "kvfs"
     return f"{said[:1].lower()}{said[1:]}; `{command} --help` shows what there is"

@@ -233,5 +233,4 @@ def test_an_empty_argument_means_nothing(arguments: list[str], capsys: pytest.Ca
 
 
 def test_no_command_is_without_that_check() -> None:
-    names = {command.name for command in commands.app.registered_commands}
-    assert names == {arguments[0] for arguments in EMPTY}
+    assert set(commands.COMMANDS) == {arguments[0] for arguments in EMPTY}
