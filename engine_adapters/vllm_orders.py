@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvfs.messages import NewChunk
+from kvfs.messages import NewChunk, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A load has ended: how many tokens arrived, how long it took; `failed` if any chunk of it did not arrive."""
+    """A load has ended: the tokens asked for by the tier they were in, how long it took; `failed` if any did not arrive."""
 
     request_id: str
-    num_tokens: int
+    tokens_by_tier: dict[Tier, int]
     seconds: float
     failed: bool
 

@@ -7,10 +7,10 @@ wait for them, else after it) · `wait_for_layer` · `begin_stores` · `finished
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 
 from kvfs.client import Client
+from kvfs.engine_adapters.keeping import Keeping
 from kvfs.engine_adapters.populating import Populating
 from kvfs.engine_adapters.vllm_blocks import HostBlocks, KvBlocks
 from kvfs.engine_adapters.vllm_loads import BlockLoad, BlockLoader
@@ -18,9 +18,8 @@ from kvfs.engine_adapters.vllm_namespace import WorkerKv
 from kvfs.engine_adapters.vllm_orders import StepOrders, StepReport
 from kvfs.engine_adapters.vllm_settings import VllmSettings
 from kvfs.engine_adapters.vllm_stores import BlockStore
-from kvfs.errors import UnavailableError, UsageError
+from kvfs.errors import UsageError
 
-log = logging.getLogger(__name__)
 STORE_DEADLINE_S = 5.0
 """How long an answer may take that no request waits for: a daemon on a busy machine is not a dead one."""
 
@@ -49,6 +48,7 @@ class WorkerSide:
                 ("loads", settings.deadline_s), ("stores", max(settings.deadline_s, STORE_DEADLINE_S)),
             )
         ]  # fmt: skip
+        self._keeping = [Keeping(client) for client in self._clients]
         num_chunks = kv.num_tokens // kv.namespace.identity.tokens_per_chunk
         self._loader = BlockLoader(self._clients[0], blocks)
         self._store = BlockStore(self._clients[1], blocks, max(1, num_chunks // MAX_HELD_SHARE))
@@ -64,12 +64,8 @@ class WorkerSide:
     def open(self) -> None:
         """Map the cache's memory now, so that no request pays for it. Raises UsageError if it refuses this engine."""
         self._populating.start()
-        for client in self._clients:
-            try:
-                client.attach()
-            except UnavailableError as error:
-                log.warning("going on without a cache until there is one: %s", error)
-                return
+        for keeping in self._keeping:
+            keeping.open()
 
     def flush(self) -> None:
         """Wait until everything that was ordered so far is stored, or turned away."""
@@ -78,6 +74,8 @@ class WorkerSide:
     def close(self) -> None:
         """Finish what is running and end the sessions."""
         self._populating.close()
+        for keeping in self._keeping:
+            keeping.close()
         self._loader.close()
         self._store.close()
         for client in self._clients:

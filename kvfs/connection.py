@@ -13,6 +13,8 @@ import itertools
 import logging
 import mmap
 import os
+import re
+import select
 import socket
 import threading
 import time
@@ -39,11 +41,11 @@ def find_socket(mount: Path, deadline_s: float) -> str:
     """Where the daemon of this mount listens.
 
     Reads a link through FUSE, so it runs in a thread that is left behind if the daemon is stopped: one for each mount,
-    however often it is asked. Raises UnavailableError.
+    however often it is asked, and another if something else was mounted there meanwhile. Raises UnavailableError.
     """
     with _questions_lock:
         question = _questions.get(mount)
-        if question is None or not question.is_alive():
+        if question is None or not question.is_alive() or question.mounts != _mounts_above(mount):
             question = _questions[mount] = _Question(mount)
             question.start()
     question.join(deadline_s)
@@ -54,12 +56,29 @@ def find_socket(mount: Path, deadline_s: float) -> str:
     return question.answer
 
 
+def _mounts_above(path: Path) -> frozenset[bytes]:
+    """The numbers of the mounts on the way to a path, without touching them; proc_pid_mountinfo(5)."""
+    wanted = os.fsencode(os.path.abspath(path)) + b"/"
+    found = set()
+    try:
+        with open("/proc/self/mountinfo", "rb") as lines:
+            for line in lines:
+                number, _, _, _, point = line.split(b" ", 5)[:5]
+                point = re.sub(rb"\\(\d{3})", lambda escaped: bytes([int(escaped[1], 8)]), point)
+                if wanted.startswith(point.rstrip(b"/") + b"/"):
+                    found.add(number)
+    except OSError:
+        return frozenset()
+    return frozenset(found)
+
+
 class _Question(threading.Thread):
-    """Reads a mount's link. Attributes: answer: None until there is one."""
+    """Reads a mount's link. Attributes: answer: None until there is one; mounts: see `_mounts_above`."""
 
     def __init__(self, mount: Path) -> None:
         super().__init__(name="kvfs-attach", daemon=True)
         self.answer: str | OSError | None = None
+        self.mounts = _mounts_above(mount)
         self._mount = mount
 
     def run(self) -> None:
@@ -147,6 +166,18 @@ class Connection:
     def next_id(self) -> int:
         """An id for a request."""
         return next(self._ids) & 0xFFFFFFFF
+
+    def has_ended(self) -> bool:
+        """Whether nothing can be asked any more: it broke, or the daemon has closed it since the last answer."""
+        if not self.is_broken:
+            looking = select.poll()
+            try:
+                looking.register(self._socket, select.POLLRDHUP)
+            except ValueError:  # closed by another thread at this moment
+                return True
+            if looking.poll(0):
+                self.give_up()
+        return self.is_broken
 
     # talking
 

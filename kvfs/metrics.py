@@ -44,6 +44,14 @@ class Counters:
     published_bytes: int = field(default=0, metadata={"help": "bytes published"})
     promotions: int = field(default=0, metadata={"help": "chunks read from NVMe into RAM"})
     promotions_refused: int = field(default=0, metadata={"help": "promotions that found no room in RAM"})
+    prefetches_begun: int = field(default=0, metadata={"help": "chunks that prefetches began to read into RAM"})
+    prefetches_useful: int = field(default=0, metadata={"help": "of these, chunks that were then loaded"})
+    prefetches_wasted: int = field(
+        default=0, metadata={"help": "of these, chunks that left RAM, or could not be read, before anybody loaded them"}
+    )
+    prefetches_dropped: int = field(
+        default=0, metadata={"help": "chunks of prefetches that ended, or came too late, before they were begun"}
+    )
     corrupt: int = field(default=0, metadata={"help": "chunks dropped because they were proven bad"})
     rows_dropped: int = field(
         default=0, metadata={"help": "rows of the index dropped at the start: they cannot be true"}

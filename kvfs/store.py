@@ -27,6 +27,7 @@ from kvfs.limits import Limits
 from kvfs.messages import NewChunk, StoreStatus, Tier
 from kvfs.metrics import Counters, render
 from kvfs.namespace import Namespace
+from kvfs.prefetch import Order, Prefetcher
 from kvfs.promotion import Promoter, Promotion, drop_corrupt
 from kvfs.residency import NameObserver, Observer, Residency
 from kvfs.staging import Staged
@@ -65,10 +66,12 @@ class Store:
         self._used: set[Chunk] = set()
         self._last_number = 0  # of a namespace
         self._promoter: Promoter | None = None
+        self._prefetcher: Prefetcher | None = None
         self._writer: WriteBehind | None = None
         self._cold: ColdReads | None = None
         if residency.nvme is not None and residency.commits is not None:
             self._promoter = Promoter(residency, residency.nvme, nursery)
+            self._prefetcher = Prefetcher(residency, self._promoter, system)
             self._writer = WriteBehind(residency, residency.nvme, residency.commits)
             self._cold = ColdReads(residency, residency.nvme)
         self._storing = Storing(settings, system, residency, self.limits, self._writer, self._copies)
@@ -171,6 +174,11 @@ class Store:
         assert self._promoter is not None
         return self._promoter.start(chunks)
 
+    def prefetch(self, chunks: Iterable[Chunk], priority: int, deadline_s: float) -> Order:
+        """Bring those of these chunks of one chain that are on NVMe only into RAM, the first first; see `Prefetcher`."""
+        assert self._prefetcher is not None
+        return self._prefetcher.order(chunks, priority, deadline_s)
+
     def touch(self, chunks: Sequence[Chunk], sources: Sequence[Tier]) -> None:
         """An engine loaded these chunks of one chain, head first. Call it after the reply is out."""
         now_ns = self.system.time_ns()
@@ -181,6 +189,8 @@ class Store:
         self.counters.loads_ram += num_ram
         self.counters.loads_nvme += len(chunks) - num_ram
         self.counters.loaded_bytes += sum([chunk.length for chunk in chunks])
+        if self._prefetcher is not None:
+            self._prefetcher.loaded(chunks)
         self._residency.ram.policy.touch(chunks)
         if self._residency.nvme is not None:
             self._residency.nvme.policy.touch(chunks)
@@ -327,6 +337,8 @@ class Store:
             with life:
                 async with trio.open_nursery() as inner:
                     inner.start_soon(self.limits.run)
+                    if self._prefetcher is not None:
+                        inner.start_soon(self._prefetcher.run)
                     if self._writer is not None and self._residency.commits is not None:
                         inner.start_soon(self._residency.commits.run)
                         if self._residency.eraser is not None:

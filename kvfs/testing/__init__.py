@@ -100,6 +100,19 @@ class FaultySystem(System):
         super().fallocate(fd, offset, length)
 
 
+class SlowSystem(System):
+    """A system with a slow device. Attributes: read_delay_s: what each read takes longer."""
+
+    def __init__(self) -> None:
+        self.read_delay_s = 0.0
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """See `System`."""
+        if self.read_delay_s:
+            time.sleep(self.read_delay_s)
+        return super().preadv(fd, buffers, offset)
+
+
 class LosingSystem(FaultySystem):
     """A system that remembers what a power loss could take: every write since the last sync, with the bytes before."""
 

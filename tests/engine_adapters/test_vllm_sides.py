@@ -12,6 +12,7 @@ import pytest
 
 from kvfs.engine_adapters.vllm_orders import LoadReport, StepReport
 from kvfs.engine_adapters.vllm_scheduler import MAX_LEASED_REQUESTS
+from kvfs.messages import Tier
 from kvfs.testing import DEADLINE_S, settings_in, socket_path, wait_until
 from kvfs.testing.daemon import DaemonProcess
 
@@ -298,7 +299,7 @@ def test_loads_that_cost_more_than_computing_are_declined(engines: Any) -> None:
     """Measured: computing takes 1 ms a token and loading 2; with a faster tier it loads again."""
     fill(engines())
     engine = engines(break_even=True)
-    slow = LoadReport("other", 100, 0.2, failed=False)
+    slow = LoadReport("other", {Tier.RAM: 100}, 0.2, failed=False)
     for _ in range(8):
         engine.scheduler.break_even.observe_compute(100, 0.1)
         engine.scheduler.reported(StepReport(None, [slow]), (), 0)
@@ -306,7 +307,7 @@ def test_loads_that_cost_more_than_computing_are_declined(engines: Any) -> None:
     engine.scheduler.arrived(request)
     assert [engine.scheduler.loadable_tokens(request, 0) for _ in range(3)] == [0, 0, 0]
     assert engine.scheduler.take_counts()["not_worth_it"] == 1
-    fast = LoadReport("other", 100, 0.01, failed=False)
+    fast = LoadReport("other", {Tier.RAM: 100}, 0.01, failed=False)
     engine.scheduler.reported(StepReport(None, [fast] * 8), (), 0)
     request = request_of(TOKENS, "later")
     engine.scheduler.arrived(request)

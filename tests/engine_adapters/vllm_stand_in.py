@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +86,7 @@ class StandIn:
         tensors: of each rank and layer.
         sent: requests whose stores every rank has copied; of a rank alone: `sending`.
         received: requests whose load every rank ended with the last step; of a rank alone: `receiving`.
+        seconds_per_token: how long the forward pass takes at least.
     """
 
     def __init__(self, mount: Path, num_ranks: int = 1, **settings: Any) -> None:
@@ -111,6 +113,7 @@ class StandIn:
         self.received: set[str] = set()
         self.sending, self.receiving = Agreement(num_ranks), Agreement(num_ranks)
         self.failed: set[int] = set()
+        self.seconds_per_token = 0.0
 
     def close(self) -> None:
         for side in [*self.workers, self.scheduler]:
@@ -211,6 +214,7 @@ class StandIn:
 
     def compute(self, request: Any, begin: int, num_tokens: int) -> None:
         """The forward pass: fill the KV of some tokens."""
+        time.sleep(num_tokens * self.seconds_per_token)
         block_ids = self.block_ids[request.request_id]
         for rank, tensors in enumerate(self.tensors):
             for position in range(begin, begin + num_tokens):

@@ -515,6 +515,8 @@ HOSTILE = {
     "window before hello": m.encode(m.OpenWindow(1, 4096)),
     "publish before hello": m.encode(m.Publish(1, (m.Finished(bytes(16), b""),))),
     "suspect before hello": m.encode(m.Suspect(1, bytes(16))),
+    "prefetch before hello": m.encode(m.Prefetch(1, bytes(16), 0, 1000)),
+    "prefetch of no priority": m.encode(m.Prefetch(1, bytes(16), 101, 1000)),
     "part of a key": m.encode(m.Match(1, bytes(15))),
 }  # fmt: skip
 
@@ -539,6 +541,7 @@ AFTER_HELLO: dict[str, m.Request] = {
     "part of a key in load": m.Load(9, bytes(15), 0),
     "part of a key in abort": m.Abort(9, bytes(1)),
     "part of a key in suspect": m.Suspect(9, bytes(1)),
+    "part of a key in prefetch": m.Prefetch(9, bytes(1), 0, 1000),
     "store without a window": m.Store(9, tuple(new_chunks(chain_of(NS, 1)))),
 }
 
@@ -549,7 +552,7 @@ async def test_impossible_requests_get_an_error(tmp_path: Path, name: str) -> No
     async with running(tmp_path) as daemon, daemon_peer(daemon) as peer:
         await peer.hello()
         assert isinstance(await peer.ask(AFTER_HELLO[name]), m.Failure)
-        assert await peer.ask(m.Match(10, bytes(16))) == m.Matched(10, 0, 0)
+        assert await peer.ask(m.Match(10, bytes(16))) == m.Matched(10, 0, 0, b"")
         await assert_unharmed(daemon, chain_of(NS, 2))
 
 
@@ -562,6 +565,8 @@ async def test_harmless_nonsense(tmp_path: Path) -> None:
         assert await peer.ask(m.Release(3, 12345)) == m.Done(3)
         assert await peer.ask(m.Abort(4, bytes(32))) == m.Done(4)
         assert await peer.ask(m.Suspect(5, bytes(32))) == m.Done(5)
+        assert await peer.ask(m.Prefetch(6, bytes(32), 100, 1 << 60)) == m.Done(6)
+        assert await peer.ask(m.Cancel(7, 12345)) == m.Done(7)
         assert await peer.ask(m.Store(6, ())) == m.Slots(6, ())
         assert await peer.ask(m.Publish(7, ())) == m.Published(7, ())
         loaded = await peer.ask(m.Load(8, chain.keys[0] * 100, (1 << 62) - 1, True))

@@ -96,7 +96,7 @@ class Server:
     def close(self) -> None:
         """End it, with all its processes."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.terminate()  # it ends the others; if all ended at once, their shared memory would stay
             try:
                 self._process.wait(END_PATIENCE_S)
             except subprocess.TimeoutExpired:
