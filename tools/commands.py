@@ -36,6 +36,7 @@ from kvfs.tools import (
 )
 from kvfs.tools import format as format_
 from kvfs.tools.bench import command as bench
+from kvfs.tools.bench_vllm import command as bench_vllm
 from kvfs.tools.cli import EXIT_INTERRUPTED
 from kvfs.tools.words import printable
 
@@ -111,7 +112,10 @@ app.command("fsck", epilog=fsck.EXAMPLES)(tells_errors(fsck.fsck))
 app.command("destroy", epilog=destroy.EXAMPLES)(tells_errors(destroy.destroy))
 app.command("export", epilog=export.EXAMPLES)(tells_errors(export.export))
 app.command("import", epilog=import_.EXAMPLES)(tells_errors(import_.import_))
-app.command("bench", epilog=bench.EXAMPLES)(tells_errors(bench.bench))
+benches = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+benches.callback(epilog=bench.EXAMPLES)(tells_errors(bench.bench))
+benches.command("vllm", epilog=bench_vllm.EXAMPLES)(tells_errors(bench_vllm.bench_vllm))
+app.add_typer(benches, name="bench")
 
 
 def run(arguments: list[str]) -> int:
@@ -133,5 +137,6 @@ def _sentence(error: Any, arguments: list[str]) -> str:
         command = error.ctx.command_path
     else:  # an option without its argument
         names = {command.name for command in app.registered_commands}
+        names |= {group.name for group in app.registered_groups}
         command = f"kvfs {arguments[0]}" if arguments and arguments[0] in names else "kvfs"
     return f"{said[:1].lower()}{said[1:]}; `{command} --help` shows what there is"
