@@ -94,15 +94,30 @@ COMMANDS = {
     "import": ("import_", "import_", "EXAMPLES"),
     "bench": ("bench.command", "bench", "EXAMPLES"),
 }
+_BELOW = {"bench": {"vllm": ("bench_vllm.command", "bench_vllm", "EXAMPLES")}}
+"""Commands of two words, by the first, which is a command as well."""
 
 
 def _register(arguments: list[str]) -> None:
     """Make the command known that is called, or all of them: most of what a short one would take is imports of others."""
     wanted = [name for name in arguments[:1] if name in COMMANDS]
     for name in wanted or COMMANDS:
-        place, function, examples = COMMANDS[name]
-        module = importlib.import_module(f"kvfs.tools.{place}")
-        app.command(name, epilog=getattr(module, examples))(tells_errors(getattr(module, function)))
+        work, epilog = _found(*COMMANDS[name])
+        if name in _BELOW:
+            group = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+            group.callback(epilog=epilog)(work)
+            for below, place in _BELOW[name].items():
+                work, epilog = _found(*place)
+                group.command(below, epilog=epilog)(work)
+            app.add_typer(group, name=name)
+        else:
+            app.command(name, epilog=epilog)(work)
+
+
+def _found(place: str, function: str, examples: str) -> tuple[Callable[..., None], str]:
+    """A command's function, made to tell errors, and its examples."""
+    module = importlib.import_module(f"kvfs.tools.{place}")
+    return tells_errors(getattr(module, function)), str(getattr(module, examples))
 
 
 def run(arguments: list[str]) -> int:
