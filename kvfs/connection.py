@@ -26,7 +26,7 @@ from typing import TypeVar
 from kvfs import messages as m
 from kvfs import namespace as namespaces
 from kvfs.arena import MADV_POPULATE_READ, MADV_POPULATE_WRITE
-from kvfs.errors import ProtocolError, UnavailableError, UsageError
+from kvfs.errors import KvfsError, ProtocolError, UnavailableError, UsageError
 from kvfs.namespace import Namespace
 
 log = logging.getLogger(__name__)
@@ -252,6 +252,38 @@ class Connection:
         finally:
             self._awaited.discard(id_)
 
+    def is_behind(self) -> bool:
+        """Whether the daemon has yet to answer something that `begin` sent; takes in the answers that have come."""
+        if not self._lock.acquire(blocking=False):
+            return True
+        try:
+            while not self.is_broken and not self._awaited <= self._early.keys():
+                self._socket.settimeout(0)
+                try:
+                    packet = self._socket.recv(m.MAX_MESSAGE_BYTES + 1)
+                except BlockingIOError:
+                    return True
+                if not packet:
+                    self.give_up()
+                    return False
+                self._keep(self._decode(packet))
+            return False
+        except (OSError, KvfsError):
+            self.give_up()
+            return False
+        finally:
+            self._lock.release()
+
+    def _keep(self, answer: m.AnyReply) -> None:
+        """An answer that nobody waits for at the moment."""
+        if answer.id in self._ignored:
+            self._ignored.discard(answer.id)
+        elif isinstance(answer, m.Arrived) or answer.id in self._awaited:
+            self._early.setdefault(answer.id, deque()).append(answer)
+        else:
+            self.give_up()
+            raise ProtocolError(f"the daemon sent {type(answer).__name__}, for which nobody had asked")
+
     def _receive(self, id_: int, kind: type[R], deadline: float) -> tuple[R, list[int]]:
         fds: list[int] = []
         while True:
@@ -310,14 +342,19 @@ class Connection:
 
     # memory
 
+    @property
+    def is_trusted(self) -> bool:
+        """Whether what this client stores is written where it will stay."""
+        return self.welcome is not None and self.welcome.is_trusted
+
     def window(self, size_bytes: int, deadline_s: float) -> memoryview:
         """What slots count from: the session's window, opened when first asked for, or the arena of a trusted one.
 
         Raises UnavailableError or UsageError.
         """
-        assert self.welcome is not None
-        if self.welcome.is_trusted:
+        if self.is_trusted:
             return self.arena
+        assert self.welcome is not None
         with self.turn(time.monotonic() + deadline_s):
             if self._window is None:
                 size_bytes = min(size_bytes, self.welcome.max_window_bytes)

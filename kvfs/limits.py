@@ -10,8 +10,10 @@ is in force before.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from weakref import WeakKeyDictionary
 
@@ -36,7 +38,17 @@ _SHARE_AT_ONCE = 32  # of a quota: looking for victims takes time, a million chu
 _SMALL_SHARE = 16  # a namespace with less than this part of all chunks looks at its own only
 _LOOK_AGAIN_S = 0.05  # when nothing could go
 _LOOKING_TAKES = 20  # of the time that looking took: it has a twentieth at most
+_COPY_DEADLINE_S = 20.0  # for a copy, which unlike an engine can wait
 _EXPIRED_AT_ONCE = 500
+
+
+def _is_any(_: Chunk) -> bool:
+    return True
+
+
+def _has_room(table: ChunkTable, length: int) -> bool:
+    """Whether a namespace may have so much more as it is."""
+    return table.quota_bytes is None or table.stored_bytes + table.reserved_bytes + length <= table.quota_bytes
 
 
 class Limits:
@@ -128,29 +140,68 @@ class Limits:
 
         What leads to `parent`, which the new chunk is built on, does not go for it. Counts a refusal.
         """
+        has_room = self._make_room(table, length, parent)
+        self._residency.counters.stores_over_quota += not has_room
+        return has_room
+
+    async def make_room_for_copy(self, table: ChunkTable, length: int, parent: Key, position: int) -> bool:
+        """The same for a chunk that is copied in, to this position of its chain; true until the next await.
+
+        Nor does anything go that was copied in before and does not stand deeper. What may go, and is not on NVMe yet, is
+        waited for.
+        """
+        end_s = trio.current_time() + _COPY_DEADLINE_S
+        while not _has_room(table, length):
+            await trio.sleep_until(min(end_s, self._full_until.get(table, 0.0)))
+            can_wait = trio.current_time() < end_s and self._may_have_room_soon(table, position)
+            place = None if can_wait else position  # what may be the deepest is not on NVMe yet
+            may_go = partial(self._residency.copied_in.may_go_for, position=place)
+            if self._make_room(table, length, table.chunks.get(parent), may_go):
+                break
+            if not can_wait:
+                self._residency.counters.stores_over_quota += 1
+                return False
+        return True
+
+    def _may_have_room_soon(self, table: ChunkTable, position: int) -> bool:
+        """Whether something that is not on NVMe yet may go for a chunk that is copied in to this position."""
+        residency = self._residency
+        return residency.nvme is not None and any(
+            chunk.is_dirty and residency.copied_in.may_go_for(chunk, position) and not residency.pins.is_held(chunk)
+            for chunk in table.chunks.values()
+        )
+
+    def _make_room(
+        self, table: ChunkTable, length: int, parent: Chunk | None, may_go: Callable[[Chunk], bool] = _is_any
+    ) -> bool:
         quota = table.quota_bytes
-        if quota is None or table.stored_bytes + table.reserved_bytes + length <= quota:
+        if quota is None or _has_room(table, length):
             return True
         if length <= quota and trio.current_time() >= self._full_until.get(table, 0.0):
             started_s = self._system.monotonic()
             missing = table.stored_bytes + table.reserved_bytes + length - quota
-            self._evict(table, max(missing, quota // _SHARE_AT_ONCE), frozenset(parent.prefix() if parent else ()))
-            if table.stored_bytes + table.reserved_bytes + length <= quota:
+            kept = frozenset(parent.prefix() if parent else ())
+            wanted = max(missing, quota // _SHARE_AT_ONCE)
+            self._evict(table, missing, wanted, lambda victim: victim not in kept and may_go(victim))
+            if _has_room(table, length):
                 return True
             took_s = self._system.monotonic() - started_s
             self._full_until[table] = trio.current_time() + max(_LOOK_AGAIN_S, _LOOKING_TAKES * took_s)
-        self._residency.counters.stores_over_quota += 1
         return False
 
-    def _evict(self, table: ChunkTable, wanted: int, kept: frozenset[Chunk] = frozenset()) -> None:
-        """Evict chunks of a namespace, the least worthy first, until `wanted` bytes of it are gone or none may go."""
+    def _evict(self, table: ChunkTable, needed: int, wanted: int, may_go: Callable[[Chunk], bool] = _is_any) -> None:
+        """Evict chunks of a namespace, the least worthy first, until `wanted` bytes of it are gone or none may go.
+
+        Of what a copy has just brought no more goes than is `needed`.
+        """
         victims: list[Chunk] = []
+        freed = 0
         for victim in self._in_order(table):
-            if wanted <= 0:
+            if freed >= wanted or (freed >= needed and self._residency.copied_in.depth(victim) is not None):
                 break
-            if victim.leases or victim in kept:
+            if victim.leases or not may_go(victim):
                 continue
-            wanted -= victim.length
+            freed += victim.length
             victims.append(victim)
         for victim in victims:
             self._residency.counters.evictions_quota += 1
@@ -168,7 +219,11 @@ class Limits:
             chunk for chunk in table.chunks.values()
             if getattr(chunk, tier) != NOWHERE and not residency.pins.is_held(chunk)
         ]  # fmt: skip
-        return iter(sorted(few, key=lambda chunk: (needed_ns.get(chunk, chunk.last_used_ns), -chunk.position)))
+        few.sort(key=lambda chunk: (needed_ns.get(chunk, chunk.last_used_ns), -chunk.position))
+        copied_in = self._residency.copied_in
+        late = [chunk for chunk in few if copied_in.depth(chunk) is not None]
+        late.sort(key=lambda chunk: -chunk.position)
+        return itertools.chain((chunk for chunk in few if copied_in.depth(chunk) is None), late)
 
     # ages
 
@@ -228,12 +283,14 @@ class Limits:
         """Let go of what a namespace may not have."""
         self._full_until.pop(table, None)
         if table.quota_bytes is not None:
-            self._evict(table, table.stored_bytes + table.reserved_bytes - table.quota_bytes)
+            missing = table.stored_bytes + table.reserved_bytes - table.quota_bytes
+            self._evict(table, missing, missing)
         if table.max_age_ns is not None:
             await self._expire(table, table.max_age_ns)
 
     async def sweep(self) -> None:
         """Let go of what no namespace may have now."""
+        self._residency.copied_in.expire()
         for table in [*self._residency.catalog.tables.values()]:
             try:
                 await self._sweep(table)

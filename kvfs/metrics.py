@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
+import msgspec
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -14,6 +15,7 @@ from kvfs.system import System
 
 MAX_EVENT_BYTES = 4 << 20
 KEPT_EVENT_BYTES = 1 << 20
+_encoder = msgspec.json.Encoder(enc_hook=str)  # 0.4 us an event, json.dumps 5.5
 
 
 @dataclass(slots=True)
@@ -85,8 +87,7 @@ class EventLog:
     def append(self, kind: str, **facts: object) -> None:
         """Add an event."""
         self.num_events += 1
-        line = {"time_ns": self._system.time_ns(), "event": kind, **facts}
-        self._text += json.dumps(line, default=str).encode() + b"\n"
+        self._text += _encode({"time_ns": self._system.time_ns(), "event": kind, **facts}) + b"\n"
         if len(self._text) > MAX_EVENT_BYTES:
             cut = self._text.index(b"\n", len(self._text) - KEPT_EVENT_BYTES) + 1
             del self._text[:cut]
@@ -94,6 +95,13 @@ class EventLog:
     def read(self, offset: int, size: int) -> bytes:
         """Bytes from `offset`; fewer than `size` at the end."""
         return bytes(self._text[offset : offset + size])
+
+
+def _encode(line: dict[str, object]) -> bytes:
+    try:
+        return _encoder.encode(line)
+    except UnicodeEncodeError:  # a path that is no UTF-8, in the reason of an error
+        return json.dumps(line, default=str, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)

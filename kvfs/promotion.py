@@ -171,7 +171,6 @@ class Promoter:
         del self._under_way[chunk]
         if promotion.error is None:
             residency.counters.promotions += 1
-            chunk.is_proven = True
             residency.ram.place(chunk, promotion.offset)
         else:
             residency.free_with_last_lease(chunk, promotion.offset)

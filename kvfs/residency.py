@@ -7,7 +7,8 @@ Invariants, between any two awaits:
 * a visible chunk has an extent in at least one tier, or is being given one by the task that made it;
 * the extents of a leased chunk are neither reused nor written;
 * an extent of the volume is free only if no committed row of the index names it;
-* what is pinned, or has to stay for the sake of what is, is not evicted from the lowest tier.
+* what is pinned, or has to stay for the sake of what is, is not evicted from the lowest tier;
+* no chunk is evicted to make room for one that is built on it.
 
 Concurrency: belongs to the event loop's thread. Only `reserve_nvme` and `settle` wait; what they return is true when
 they return and must be used before the next await.
@@ -16,12 +17,13 @@ they return and must be used before the next await.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Literal
 
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.commits import Commits
+from kvfs.copied_in import CopiedIn
 from kvfs.erasing import Eraser
 from kvfs.errors import UnavailableError
 from kvfs.ghosts import Ghost, Ghosts
@@ -46,7 +48,7 @@ class Residency:
     """The catalog and the tiers, kept in step.
 
     Attributes: catalog, ram, nvme (None for a RAM cache), commits (None likewise), counters, events;
-    pins: what must stay in the lowest tier; ghosts: what is remembered of chunks that went; num_leases: holds on all
+    pins: what must stay in the lowest tier; copied_in: what goes last; ghosts: what is remembered of chunks that went; num_leases: holds on all
     chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or
     goes; name_observers: of every prefix directory that got another name or place.
     """
@@ -68,9 +70,10 @@ class Residency:
         self.events = events
         self.ghosts = Ghosts()
         self.pins = Pins(self._held_changed)
+        self.copied_in = CopiedIn(system.monotonic)
         self.lowest = nvme or ram  # from which nothing comes back
         self._longest: int | None = None  # see `_longest_gap`; None: not known
-        self._order: Holding[Chunk] = Holding(self.lowest.policy, self.pins.is_held)
+        self._order: Holding[Chunk] = Holding(self.lowest.policy, self.pins.is_held, self.copied_in.depth)
         self.lowest.policy = self._order
         self.observers: list[Observer] = []
         self.eraser = Eraser(nvme, counters) if nvme is not None else None
@@ -152,6 +155,7 @@ class Residency:
         if self.nvme is not None:
             self.nvme.policy.remove(chunk)
         directory = self.catalog.discard(chunk)
+        self.copied_in.removed(chunk)
         if self.pins.removed(chunk) and self.commits is not None:
             self.commits.pin(chunk.table.number, chunk.key, None)
         self.ghosts.add(chunk.table.directory, chunk.key, Ghost(self._system.time_ns(), why, chunk.hits))
@@ -224,6 +228,17 @@ class Residency:
             return None
         return self.ram.reserve(length, self._may_leave_ram, self._evict_from_ram)
 
+    def reserve_ram_for_copy(self, length: int, position: int | None) -> int | None:
+        """The same for a file that is being copied in, the chunk at this position of its chain if that is known."""
+
+        def may_go(chunk: Chunk) -> bool:
+            is_lost = chunk.nvme == NOWHERE
+            return self._may_leave_ram(chunk) and (not is_lost or self.copied_in.may_go_for(chunk, position))
+
+        if self.nvme is None and length > self._longest_gap():
+            return None
+        return self.ram.reserve(length, may_go, self._evict_from_ram)
+
     def _may_leave_ram(self, chunk: Chunk) -> bool:
         if chunk.leases:
             return False
@@ -255,34 +270,72 @@ class Residency:
         self._longest = max(longest, extents.base + extents.capacity - end)
         return self._longest
 
-    async def reserve_nvme(self, lengths: Iterable[int]) -> list[int]:
-        """Extents of the volume, evicting the least worthy chunks; fewer than asked for if they cannot be had.
+    async def reserve_nvme(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Extents of the volume for these chunks, evicting the least worthy; fewer than asked for if they cannot be had.
 
+        A chunk for which only what it is built on could go is the least worthy itself: it goes, and has NOWHERE.
         Raises UnavailableError if the index cannot be written.
         """
         assert self.nvme is not None
         offsets: list[int] = []
-        sizes: list[int] = []
-        for length in lengths:
-            while (offset := self.nvme.extents.allocate(length)) is None:
-                victims = list(islice(self.nvme.policy.victims(lambda chunk: not chunk.leases), _VICTIMS_AT_ONCE))
-                if not victims or length > self._longest_gap():
-                    return offsets
-                self._evict_from_nvme(victims, length)
-                try:
+        try:
+            for chunk in chunks:
+                while (offset := self.nvme.extents.allocate(chunk.length)) is None and not chunk.is_removed:
+                    if not self._make_room_on_nvme(chunk, frozenset(chunks)):
+                        return offsets
                     await self.settle()
-                except UnavailableError:
-                    for extent in zip(offsets, sizes, strict=True):
-                        self.nvme.extents.free(*extent)
-                    raise
-            offsets.append(offset)
-            sizes.append(length)
+                offsets.append(NOWHERE if offset is None else offset)
+        except UnavailableError:
+            for chunk, offset in zip(chunks, offsets, strict=False):
+                if offset != NOWHERE:
+                    self.nvme.extents.free(offset, chunk.length)
+            raise
         return offsets
+
+    def _make_room_on_nvme(self, chunk: Chunk, group: frozenset[Chunk]) -> bool:
+        """Evict something for a chunk, or the chunk itself and what is built on it; returns whether anything could go.
+
+        A chunk that an engine stored without the one before it is less worthy than all others: nobody can reach it.
+
+        `group` is what is being written with it.
+        """
+        assert self.nvme is not None
+        if chunk.length > self._longest_gap():
+            return False
+        prefix = frozenset(chunk.prefix())
+        is_copied = self.copied_in.depth(chunk) is not None
+        is_reachable = is_copied or not chunk.position or chunk.parent in chunk.table.chunks
+
+        def may_go(victim: Chunk) -> bool:
+            if victim.leases or victim in prefix:
+                return False
+            return not is_copied or self.copied_in.may_go_for(victim, chunk.position)
+
+        victims = list(islice(self.nvme.policy.victims(may_go), _VICTIMS_AT_ONCE)) if is_reachable else []
+        are_last = not victims or self.copied_in.depth(victims[0]) is not None
+        if is_copied and are_last and self.copied_in.is_writing_deeper(chunk, group):
+            return False
+        if victims:
+            self._evict_from_nvme(victims, chunk.length)
+            return True
+        if self.pins.is_held(chunk) or not any(self.nvme.policy.victims(lambda victim: not victim.leases)):
+            return False
+        for orphan in [each for each in chunk.table.prefixes.descendants(chunk) if each.is_dirty]:
+            self._lost_room(orphan)
+        self._lost_room(chunk)
+        return True
+
+    def _lost_room(self, chunk: Chunk) -> None:
+        """A dirty chunk is less worthy than all that is on the volume, and it is not held."""
+        self.counters.evictions_nvme += 1
+        self.discard(chunk, "evict")
 
     def _evict_from_nvme(self, victims: list[Chunk], wanted: int) -> None:
         """Evict until `wanted` bytes will be free, a little more than is needed at once: commits are not free."""
         freed = 0
         for victim in victims:
+            if freed >= wanted and self.copied_in.depth(victim) is not None:
+                return
             freed += victim.length
             self.counters.evictions_nvme += 1
             self.discard(victim, "evict")

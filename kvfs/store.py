@@ -126,6 +126,7 @@ class Store:
         assert not table.num_sessions
         self.catalog.forget(table)
         self._storing.forget(table)
+        self._residency.copied_in.is_over(table)
         self.events.append("namespace_removed", namespace=table.directory)
         if self._residency.commits is not None:
             self._residency.commits.remove_namespace(table.number, table.directory)
@@ -262,6 +263,10 @@ class Store:
     async def admit(self, staged: Staged, table: ChunkTable, key: Key) -> Chunk:
         """See `Storing`."""
         return await self._storing.admit(staged, table, key)
+
+    def copying_is_over(self, table: ChunkTable) -> None:
+        """Nothing more is copied to this namespace: what came is evicted like all else."""
+        self._residency.copied_in.is_over(table)
 
     # removing
 

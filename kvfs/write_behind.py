@@ -15,11 +15,11 @@ import contextlib
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import trio
 
-from kvfs.catalog import Chunk
+from kvfs.catalog import NOWHERE, Chunk
 from kvfs.commits import Commits
 from kvfs.errors import UnavailableError
 from kvfs.index import ChunkRow
@@ -39,11 +39,13 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 30.0
 class _Group:
     """Chunks that are written together.
 
-    Attributes: chunks: leased; pairs: those that got an extent, with its offset; put: those whose row is committed.
+    Attributes: chunks: leased; pairs: those that got an extent, with its offset; left: those for which there was no room;
+    put: those whose row is committed.
     """
 
     chunks: list[Chunk]
     pairs: list[tuple[Chunk, int]] = field(default_factory=list)
+    left: list[Chunk] = field(default_factory=list)
     put: set[Chunk] = field(default_factory=set)
 
 
@@ -59,6 +61,7 @@ class WriteBehind:
         self._commits = commits
         self._queue: deque[Chunk] = deque()
         self._changed = trio.Event()
+        self._is_awaited = False
         self._retry_s = _FIRST_RETRY_S
         self._retry_at = 0.0  # of trio's clock
         self.dirty_bytes = 0
@@ -72,16 +75,20 @@ class WriteBehind:
         self._notify()
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        """Wake whoever waits for a change; with nobody waiting this costs nothing, and it is called for each chunk."""
+        if self._is_awaited:
+            self._is_awaited = False
+            self._changed.set()
+            self._changed = trio.Event()
 
     async def drain(self) -> None:
         """Wait until nothing is dirty. Waits for ever while the device fails: bound it."""
         while self.num_dirty:
-            await self._changed.wait()
+            await self.progress()
 
     async def progress(self) -> None:
         """Wait until a chunk became dirty or clean."""
+        self._is_awaited = True
         await self._changed.wait()
 
     async def run(self) -> None:
@@ -94,12 +101,13 @@ class WriteBehind:
     async def _write_groups(self, send: trio.MemorySendChannel[_Group]) -> None:
         while True:
             while not self._queue:
-                await self._changed.wait()
+                await self.progress()
             await trio.sleep_until(self._retry_at)
             group = _Group(self._take_group())
             try:
-                offsets = await self._residency.reserve_nvme(chunk.length for chunk in group.chunks)
-                group.pairs = list(zip(group.chunks, offsets, strict=False))
+                offsets = await self._residency.reserve_nvme(group.chunks)
+                group.left = group.chunks[len(offsets) :]
+                group.pairs = [pair for pair in zip(group.chunks, offsets, strict=False) if pair[1] != NOWHERE]
                 await self._transfer(group.pairs)
             except (OSError, UnavailableError) as error:
                 self._failed(group, error)
@@ -147,9 +155,8 @@ class WriteBehind:
         for chunk, offset in group.pairs:
             self._became_clean(chunk, offset, was_put=chunk in group.put)
         self._residency.arrived(self._nvme.policy, [chunk for chunk, _ in group.pairs])
-        left = group.chunks[len(group.pairs) :]
-        self._return_group(group.chunks, left)
-        if left:
+        self._return_group(group.chunks, group.left)
+        if group.left:
             self._try_later()
             return
         self._retry_s = _FIRST_RETRY_S
@@ -174,6 +181,8 @@ class WriteBehind:
             self._residency.lease(chunk)
             group.append(chunk)
             size += chunk.length
+        if any(self._residency.copied_in.depth(chunk) is not None for chunk in group):
+            group.sort(key=attrgetter("position"))  # of what came by copying the beginning stays
         return group
 
     def _return_group(self, group: list[Chunk], left: list[Chunk]) -> None:
@@ -218,7 +227,6 @@ class WriteBehind:
 
     def _became_clean(self, chunk: Chunk, offset: int, *, was_put: bool) -> None:
         if not chunk.is_removed:
-            chunk.is_proven = True
             self._nvme.place(chunk, offset)
             self._residency.placed_on_nvme(chunk)
             return

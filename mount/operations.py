@@ -101,7 +101,11 @@ class OpenDirectory:
 
 @dataclass(slots=True)
 class OpenFile:
-    """An open file: a leased chunk, one that is being copied in, or the content as it was (None: the events)."""
+    """An open file: a leased chunk, one that is being copied in, or the content as it was (None: the events).
+
+    What is there and is opened to be changed is both: `staged` is written, and the other is read. The kernel knows both by
+    one inode, and shows whoever maps it the pages that any descriptor has brought.
+    """
 
     chunk: Chunk | None
     content: bytes | None
@@ -130,7 +134,7 @@ class Operations(GuardedOperations):
         self.invalidations = Invalidations(pyfuse3.invalidate_entry)
         self.copying = CopyingIn(store, tree, self.inodes, self.invalidations)
         self._store = store
-        self._xattrs = Xattrs(store)
+        self._xattrs = Xattrs(store, tree.staged)
         self._uid, self._gid = os.geteuid(), os.getegid()
         self._open: dict[int, OpenFile | OpenDirectory] = {}
         self._next_handle = 1
@@ -213,10 +217,13 @@ class Operations(GuardedOperations):
         if is_directory(node):
             raise FUSEError(errno.EISDIR)
         if isinstance(node, StagedFile) or flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_TRUNC | os.O_APPEND):
-            staged = self.copying.open(node)
+            staged = self.copying.open(node, is_cut=bool(flags & os.O_TRUNC))
             if flags & os.O_TRUNC:
                 await self._begin(staged, self.copying.truncate(staged, 0))
-            return self._staged_handle(staged)
+            if isinstance(node, Chunk) and (node.leases or not node.is_removed):
+                self._store.lease(node)
+                return self._staged_handle(staged, node)
+            return self._staged_handle(staged, None, self.control.constant(node) if isinstance(node, Fixed) else None)
         if isinstance(node, Chunk):
             if node.is_removed and not node.leases:
                 raise FUSEError(errno.ENOENT)
@@ -236,7 +243,7 @@ class Operations(GuardedOperations):
         file = self._open[fh]
         assert isinstance(file, OpenFile)
         chunk = file.chunk
-        if file.staged is not None:
+        if file.staged is not None and chunk is None and file.content is None:
             if not file.staged.staged.is_over:
                 return self._store.staging.read(file.staged.staged, off, size)
             chunk = self.copying.became(file.staged)
@@ -476,9 +483,9 @@ class Operations(GuardedOperations):
             raise FUSEError(errno.EBADF)
         return file.staged
 
-    def _staged_handle(self, staged: StagedFile) -> FileInfo:
-        """Direct I/O: what is written must not show in the pages of those who read the chunk that is there already."""
-        return FileInfo(fh=self._handle(OpenFile(None, None, staged)), direct_io=True, keep_cache=False)
+    def _staged_handle(self, staged: StagedFile, chunk: Chunk | None = None, content: bytes | None = None) -> FileInfo:
+        """Direct I/O: what is written must not show in the pages of those who read what is there already."""
+        return FileInfo(fh=self._handle(OpenFile(chunk, content, staged)), direct_io=True, keep_cache=False)
 
     async def _begin(self, staged: StagedFile, work: Awaitable[None]) -> None:
         """The first thing that is done to a file that was opened; if it fails, so does open."""

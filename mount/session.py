@@ -141,6 +141,7 @@ class Session:
         self._waiting = trio.Semaphore(_MAX_WAITING)
         self._published = trio.Event()  # whether the latest publish, and so each before it, is visible
         self._published.set()
+        self._arrived: list[Chunk] = []  # that the policy has not been told of as one chain
 
     async def run(self) -> None:
         """Answer requests until the client closes the connection."""
@@ -157,6 +158,7 @@ class Session:
 
     def close(self) -> None:
         """End all leases, and the use of the namespace. What was reserved is the handover's."""
+        self._tell_arrived()
         if self._table is not None:
             self._table.num_sessions -= 1
         for chunks in self._leases.values():
@@ -401,7 +403,13 @@ class Session:
             statuses[index] = status
         await self._send(m.Published(request.id, tuple(statuses)))
         found = [table.chunks.get(Key(finished.key)) for finished in request.chunks]
-        self._store.stored([chunk for chunk in found if chunk is not None])
+        self._arrived += [chunk for chunk in found if chunk is not None]
+        if is_visible is self._published:  # else once for all: each time the whole chain is gone through
+            self._tell_arrived()
+
+    def _tell_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        self._store.stored(arrived)
 
 
 def _placement(

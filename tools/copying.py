@@ -87,12 +87,17 @@ def tell(done: Copied, verb: str, *, as_json: bool, is_stdout_taken: bool = Fals
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(done), indent=2), err=is_stdout_taken)
     else:
-        for refused in done.refused:
-            typer.echo(f"{refused.path}  {refused.reason}", err=True)
+        tell_refused(done)
         typer.echo(f"kvfs: {done.sentence(verb)}", err=is_stdout_taken)
     if done.interrupted:
         raise KeyboardInterrupt
     raise typer.Exit(1 if done.refused or done.evicted else 0)
+
+
+def tell_refused(done: Copied) -> None:
+    """Name what was not copied, and why, a line each."""
+    for refused in done.refused:
+        typer.echo(f"{refused.path}  {refused.reason}", err=True)
 
 
 def is_tar(place: str) -> bool:

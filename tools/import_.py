@@ -36,6 +36,7 @@ from kvfs.tools.copying import (
     open_file,
     read_file,
     tell,
+    tell_refused,
     write_whole,
 )
 from kvfs.tools.mounted import Beat
@@ -83,7 +84,8 @@ def import_(
             with contextlib.suppress(OSError):
                 os.utime(os.path.join(path, name))  # nothing more comes: its files may show both their links
     except KvfsError:
-        if done.chunks:
+        tell_refused(done)
+        if done.chunks or done.refused:
             typer.echo(f"kvfs: {done.sentence('imported')}, before this:", err=True)
         raise
     mounted.ask(path, lambda beat: _look_after(path, put, done, beat))
@@ -286,8 +288,12 @@ def _told(error: OSError, path: str, what: str, size_bytes: int = 0) -> KvfsErro
     if error.errno == errno.ENOSPC:
         quota = _quota_that_holds(os.path.dirname(os.path.dirname(path)), size_bytes)
         if quota:
-            return UnavailableError(f"{quota}, and all that it has now is pinned, in use, or not yet on NVMe")
-        return UnavailableError("the cache has no room now: all of it is in use, or cannot be written to NVMe")
+            return UnavailableError(
+                f"{quota}, and all that it has now is pinned, in use, not yet on NVMe, or came with this copy"
+            )
+        return UnavailableError(
+            "the cache has no room now: all of it is in use, came with this copy, or cannot be written to NVMe"
+        )
     return UnavailableError(f"{what}: {error.strerror}")
 
 

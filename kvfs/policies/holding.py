@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Generic
 
 from kvfs.policies.base import Entry, Policy
 
 
 class Holding(Generic[Entry]):
-    """Another policy's order, without the entries that are held.
+    """Another policy's order, without the entries that are held, and with some that go last.
 
     Invariant: an entry of the tier is either in the order or among the held ones. `is_held` says of a new one which;
-    later the caller says so by `hold` and `let_go`.
+    later the caller says so by `hold` and `let_go`. `depth` says of an entry, whenever victims are looked for, whether
+    it goes after all others, the deepest first; None: when its turn comes.
     """
 
-    def __init__(self, order: Policy[Entry], is_held: Callable[[Entry], bool]) -> None:
+    def __init__(
+        self,
+        order: Policy[Entry],
+        is_held: Callable[[Entry], bool],
+        depth: Callable[[Entry], int | None] = lambda _: None,
+    ) -> None:
         self._order = order
         self._is_held = is_held
+        self._depth = depth
         self._held: set[Entry] = set()
 
     def __len__(self) -> int:
@@ -60,4 +68,12 @@ class Holding(Generic[Entry]):
 
     def victims(self, may_go: Callable[[Entry], bool]) -> Iterator[Entry]:
         """See `Policy`."""
-        return self._order.victims(may_go)
+        late: list[tuple[int, Entry]] = []
+        for entry in self._order.victims(may_go):
+            depth = self._depth(entry)
+            if depth is None:
+                yield entry
+            else:
+                late.append((depth, entry))
+        late.sort(key=itemgetter(0), reverse=True)
+        yield from (entry for _, entry in late)

@@ -256,7 +256,7 @@ class DaemonProcess:
         return self._end()
 
     def _end(self) -> int:
-        status = self.process.wait(timeout=60)
+        status = self.process.wait(timeout=300)
         with self._asking:
             for stream in (self.process.stdin, self.process.stdout):
                 if stream is not None:

@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvfs.client import Client
+from kvfs.testing import DEADLINE_S, soon, wait_until
 
 REFUSED = {errno.EROFS, errno.EPERM, errno.EACCES}
 PATHS = ["a", "ab", "abc", "abcd", "abX", "abXY", "aZ", "Q", "QR", "QRS"]
 SUFFIX = ".safetensors"
 PARTS = ("namespace.json", "chunks", "prefixes")
 KEY = re.compile(r"[0-9a-f]{32}")
-SOON_S = 0.9  # the kernel may believe a name or an attribute for a second; ours are taken back sooner
 FRESH_S = 1.5  # what was copied in shows one link for three seconds after the last copy
 FACTS = ("dirty", "tier", "hits", "position", "tokens", "parent", "key", "checksum")  # what is clean stays clean
 
@@ -65,13 +65,6 @@ def errno_of(call: Callable[[], object]) -> int:
     except OSError as error:
         return error.errno or -1
     return 0
-
-
-def soon(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.002)
 
 
 class PosixMachine(RuleBasedStateMachine):
@@ -126,8 +119,8 @@ class PosixMachine(RuleBasedStateMachine):
         """No engine uses it any more."""
         if self.is_attached:
             self.engine.client.close()
-            self.engine.client = Client(self.root, self.engine.namespace, deadline_s=10.0, window_bytes=1 << 20)
-            soon(lambda: self.status()["num_sessions"] == 0, "the session ends")
+            self.engine.client = Client(self.root, self.engine.namespace, deadline_s=DEADLINE_S, window_bytes=1 << 20)
+            wait_until(lambda: self.status()["num_sessions"] == 0, "the session ends")
         self.is_attached = False
 
     def status(self) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def test_a_killed_reader_gives_its_lease_back(mounted: Any, engine: Any, reap: A
 
     assert num_leases() == 1
     reader.kill()
-    wait(lambda: num_leases() == 0, "the lease ends", 0.5)
+    wait(lambda: num_leases() == 0, "the lease ends")
 
 
 def test_the_mount_point_may_have_a_blank_in_its_name(daemon: Any, engines: Any) -> None:
@@ -193,7 +193,7 @@ def test_rotten_bytes_are_never_shown(daemon: Any, engines: Any, wait: Any) -> N
     assert engine.file("a").read_bytes()[-4096:-2048] == b"a" * 2048
     with pytest.raises(OSError, match="Input/output error"):
         engine.file("ab").read_bytes()
-    wait(lambda: not engine.file("ab").exists(), "its name goes", 0.5)
+    wait(lambda: not engine.file("ab").exists(), "its name goes")
     events = [json.loads(line) for line in (daemon.path / ".kvfs/events").read_text().splitlines()]
     assert [event["event"] for event in events if event.get("key") == engine.key("ab")] == ["corrupt"]
     assert engine.client.match(engine.chains("abc")).count == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from kvfs.engine_adapters import vllm_scheduler
 from kvfs.engine_adapters.vllm_orders import LoadReport, StepReport
 from kvfs.engine_adapters.vllm_scheduler import MAX_LEASED_REQUESTS
 from kvfs.messages import Tier
-from kvfs.testing import settings_in, socket_path
+from kvfs.testing import DEADLINE_S, settings_in, socket_path, wait_until
 from kvfs.testing.daemon import DaemonProcess
 
 from .conftest import Node
@@ -269,7 +270,7 @@ def test_blocks_are_given_away_without_waiting_for_a_stopped_daemon(tmp_path: Pa
     """The daemon does not answer the store: the engine goes on after a moment, and what it gave away is not read."""
     settings = settings_in(tmp_path)
     with DaemonProcess.start(settings, socket_path(tmp_path)) as daemon:
-        engine = StandIn(tmp_path / "mount", deadline_s=2.0)
+        engine = StandIn(tmp_path / "mount", deadline_s=30.0)
         request = request_of(TOKENS)
         engine.scheduler.arrived(request)
         engine.admit(request, BLOCK_IDS)
@@ -279,7 +280,7 @@ def test_blocks_are_given_away_without_waiting_for_a_stopped_daemon(tmp_path: Pa
             begin = time.monotonic()
             engine.preempted = {"r"}
             engine.step()
-            assert time.monotonic() - begin < 1.5
+            assert time.monotonic() - begin < 10
             for tensor in engine.tensors[0]:
                 tensor.fill_(0)
         wait_for_publishing(engine)
@@ -364,14 +365,16 @@ def test_without_a_daemon_requests_are_computed_at_once(start_node: Any, tmp_pat
         begin = time.monotonic()
         for number in range(20):
             assert engine.run(request_of(TOKENS, f"r{number}"), BLOCK_IDS) == 0
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < DEADLINE_S
+        numbers = itertools.count()
+
+        def is_found() -> bool:
+            request = request_of(TOKENS, f"s{next(numbers)}")
+            found = engine.run(request, BLOCK_IDS)
+            engine.finish(request)
+            return found == 4 * CHUNK
+
         with start_node():
-            for number in range(100_000):
-                request = request_of(TOKENS, f"s{number}")
-                found = engine.run(request, BLOCK_IDS)
-                engine.finish(request)
-                if found:
-                    break
-            assert found == 4 * CHUNK
+            wait_until(is_found, "the node is found")
     finally:
         engine.close()

@@ -276,8 +276,8 @@ async def test_a_device_that_cannot_be_written(tmp_path: Path, attribute: str, n
         setattr(system, attribute, 0)
         assert await store.flush(20)
         assert not store.statistics().nvme.is_degraded  # type: ignore[union-attr]
-        assert b'"event": "degraded"' in store.events.read(0, 1 << 20)
-        assert b'"event": "recovered"' in store.events.read(0, 1 << 20)
+        assert b'"event":"degraded"' in store.events.read(0, 1 << 20)
+        assert b'"event":"recovered"' in store.events.read(0, 1 << 20)
         names = set(table.chunks)
     async with opened(tmp_path, MIB) as (store, table):
         assert set(table.chunks) == names
@@ -392,7 +392,7 @@ async def test_an_unreadable_namespace_is_dropped(tmp_path: Path, chain: KeyChai
     edit_index(tmp_path, "UPDATE namespaces SET document = ?", document)
     async with open_store(settings_in(tmp_path)) as store:
         assert store.counters.rows_dropped == len(chain.keys)
-        assert b'"rows_dropped", "chunks": 4' in store.events.read(0, 1 << 20)
+        assert b'"rows_dropped","chunks":4' in store.events.read(0, 1 << 20)
     assert await restarted_with(tmp_path) == (set(), set())
     async with opened(tmp_path, MIB) as (store, table):
         await store_chain(store, table, chain)

@@ -439,3 +439,14 @@ async def test_an_empty_prefix_directory_is_forgotten(mount: Mount, table: Chunk
     mount.clock.now_s += MAX_AGE_S + 1
     await mount.copying.expire()
     assert mount.dropped == [(prefixes.inode, b"1" * 32)]
+
+
+async def test_the_place_of_a_chunk_is_known_from_its_first_bytes(mount: Mount, table: ChunkTable) -> None:
+    """So that making room for the rest spares what it is built on; less than a header says nothing."""
+    key, raw = chunk_file(mount.namespace, "abc")
+    file = mount.copying.create(mount.at(f"{table.directory}/chunks"), file_name(key).encode())
+    await mount.copying.write(file, 0, raw[:100])
+    assert file.staged.position is None
+    await mount.copying.write(file, 0, raw[:5000])
+    assert file.staged.position == 2
+    mount.copying.release(file)

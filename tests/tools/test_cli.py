@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvfs import config
+from kvfs.tools import commands
 
 KVFS = str(Path(sys.executable).parent / "kvfs")
 
@@ -212,3 +213,24 @@ def test_nothing_is_written_where_others_could_put_something_else(tmp_path: Path
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(f"kvfs: other users can change {run}")
     assert list(run.iterdir()) == []
+
+
+EMPTY = [
+    *(["rm", *rest] for rest in (["/m", "", "--all"], ["/m", "x", ""], ["", "--all"], ["/m", "--namespace", ""])),
+    ["rm", "/m", "--older-than", ""], ["ls", "/m", ""], ["ls", ""], ["tree", "/m", ""], ["stat", "/m", "x", ""],
+    ["pin", "/m", "", "--for=2h"], ["unpin", "/m", ""], ["quota", "/m", "", "5GiB"], ["quota", "/m", "x", ""],
+    ["verify", ""], ["verify", "/m", ""], ["export", "/m", "", "/x"], ["export", "/m", "x", ""], ["import", "/m", ""],
+    ["mount", ""], ["umount", ""], ["status", ""], ["config", ""], ["format", "", "1GiB"], ["fsck", ""],
+    ["destroy", "", "--yes"], ["bench", "--dir", ""],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", EMPTY, ids=" ".join)
+def test_an_empty_argument_means_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """And never everything: a variable that is not set ends each command before it looks at anything."""
+    assert commands.run(arguments) == commands.EXIT_USAGE
+    assert capsys.readouterr().err == "kvfs: an argument is empty: was a variable meant that is not set?\n"
+
+
+def test_no_command_is_without_that_check() -> None:
+    assert set(commands.COMMANDS) == {arguments[0] for arguments in EMPTY}
