@@ -116,7 +116,7 @@ def sources(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 class Engine:
     """A vLLM in a process of its own; `ask` names a method of `driver.Driver`. Attributes: log: what it wrote."""
 
-    def __init__(self, sources: Sources, arguments: dict[str, Any], log: Path, threads: str) -> None:
+    def __init__(self, sources: Sources, arguments: dict[str, Any], log: Path, environment: dict[str, str]) -> None:
         self._sources = sources
         self._log = log
         theirs, commands = os.pipe()
@@ -125,7 +125,7 @@ class Engine:
         self._answers = os.fdopen(answers)
         with log.open("wb") as output:
             fds = [theirs, replies, output.fileno()]
-            self._number = sources.start(arguments, {"VLLM_CPU_OMP_THREADS_BIND": threads}, fds)
+            self._number = sources.start(arguments, environment, fds)
         os.close(theirs)
         os.close(replies)
         assert self._answer() == "ready"
@@ -236,11 +236,14 @@ def start_engine(sources: Sources, directory: Path, mount: Daemon) -> StartEngin
         policy: str | None = "recompute",
         settings: dict[str, Any] | None = None,
         threads: str = "0",
+        connector: str = "KvfsConnector",
+        module: str = "kvfs.engine_adapters.vllm_connector",
+        environment: dict[str, str] | None = None,
         **keywords: Any,
     ) -> Iterator[Engine]:
         transfer: dict[str, Any] = {
-            "kv_connector": "KvfsConnector",
-            "kv_connector_module_path": "kvfs.engine_adapters.vllm_connector",
+            "kv_connector": connector,
+            "kv_connector_module_path": module,
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"mount": str(mount.path), "break_even": False, **(settings or {})},
         }
@@ -252,7 +255,8 @@ def start_engine(sources: Sources, directory: Path, mount: Daemon) -> StartEngin
             "disable_log_stats": False, "num_gpu_blocks_override": 80, "kv_transfer_config": transfer,
             **keywords,
         }  # fmt: skip
-        engine = Engine(sources, arguments, directory / f"engine-{next(numbers)}.log", threads)
+        variables = {"VLLM_CPU_OMP_THREADS_BIND": threads, **(environment or {})}
+        engine = Engine(sources, arguments, directory / f"engine-{next(numbers)}.log", variables)
         try:
             yield engine
         finally:
