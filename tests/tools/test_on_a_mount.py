@@ -57,7 +57,7 @@ def test_a_life(mount: Mount) -> None:
     assert len(chunks) == 3
     assert {chunk["name"] for chunk in mount.json("ls", "tiny", "--chunks")} == set(keys + branch)
     shown = kvfs("ls", mount.path, "tiny").stdout
-    assert all(word in shown for word in ("prefix", "tokens", f"{keys[0][:8]}* ", "ram", "KiB", "s ago"))
+    assert all(word in shown for word in ("prefix", "tokens", f"{keys[0][:8]}* ", "ram", "KiB", " ago"))
     assert "5 chunks in 1 namespace" in kvfs("status", mount.path).stdout
 
     result = kvfs("umount", mount.path)
