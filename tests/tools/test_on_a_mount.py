@@ -245,7 +245,14 @@ def test_a_stopped_daemon_is_told_of(mount: Mount) -> None:
     wait_until(lambda: not is_alive(pid), "the daemon ends when its mount is gone")
 
 
-@pytest.mark.parametrize("command", ["status", "ls", "umount", "verify", "config", "mount"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "umount",
+        "mount",
+        *(pytest.param(name, marks=pytest.mark.heavy) for name in ("status", "ls", "verify", "config")),
+    ],
+)
 def test_a_link_into_a_stopped_mount_hangs_nobody(mount: Mount, command: str) -> None:
     """Whatever leads below it: nothing in it is looked at to find out where a path leads."""
     pid = mount.start()
