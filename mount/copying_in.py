@@ -44,6 +44,7 @@ from kvfs.store import Store
 
 MAX_DEPTH = 128  # of prefix directories that people make; trees of engines are as deep as their prompts branch
 MAX_AGE_S = 600.0  # of a staged file that nobody writes to, of a draft, of a second name
+MAX_EMPTY_DIRECTORIES = 1 << 16  # of prefixes, which people have made: some 30 MB
 _COPY_BYTES = 1 << 20
 _FIRST_BYTES = 64 << 10  # of a file of which nobody knows how large it will be
 _RENAME_NOREPLACE = 1  # rename(2)
@@ -292,9 +293,18 @@ class CopyingIn:
         if above is not None and not above.is_attached:  # it was joined to another while somebody copies into it
             first = home.chunks.get(above.key)
             above = first.home if first is not None else None
+        self._bound_empty_directories()
         directory = home.prefixes.make_directory(Key(bytes.fromhex(name.decode())), above)
         self._made.append((self._now_s(), directory))
         return directory
+
+    def _bound_empty_directories(self) -> None:
+        """Raise CapacityError if too many directories that were made have got no chunk."""
+        if len(self._made) < MAX_EMPTY_DIRECTORIES:
+            return
+        self._made = deque(made for made in self._made if made[1].is_attached and made[1].is_empty)
+        if len(self._made) >= MAX_EMPTY_DIRECTORIES:
+            raise CapacityError("too many directories are empty")
 
     def remove_directory(self, parent: Node, name: bytes) -> bool:
         """Rmdir of a draft or in one; returns whether it was that."""
