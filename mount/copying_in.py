@@ -178,10 +178,11 @@ class CopyingIn:
         if file.num_open:
             return
         self._names.open_files.discard(file)
-        if self._names.places(file):
+        is_wanted = file.staged.size or file.is_hidden or file.table is None  # nothing comes of an empty chunk
+        if self._names.places(file) and is_wanted:
             self._store.staging.fit(file.staged)
         else:
-            self._store.staging.drop(file.staged)
+            self._proof.drop(file)
 
     # names
 
