@@ -202,6 +202,12 @@ class CopyingIn:
             return
         if not isinstance(node, StagedFile):
             raise Refused(errno.EPERM)
+        if self._names.files.get((new_parent.inode, new_name)) is node:
+            return  # two names of one file: rename(2) does nothing
+        if new_name != node.name and len(self._names.places(node)) > 1:
+            reason = "it waits under two names, and cannot get a third"
+            self._proof.tell(node.home, name, reason, is_for_chunks=is_for_chunks)
+            raise Refused(errno.EPERM)
         if self._resolved(node.home) is not target:
             raise Refused(errno.EXDEV)
         if node.is_identity is is_for_chunks:
@@ -221,7 +227,7 @@ class CopyingIn:
                     node.name, node.key, node.parent_inode = before
                     raise
         node.name = new_name
-        self._names.forget(node)
+        self._names.files.pop((parent.inode, name), None)
         self._put(new_parent, node)
 
     def link(self, node: Node, parent: Node, name: bytes) -> Node:
