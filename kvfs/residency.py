@@ -48,11 +48,16 @@ _ERASED = frozenset({"rm", "expire"})
 class Residency:
     """The catalog and the tiers, kept in step.
 
-    Attributes: catalog, ram, nvme (None for a RAM cache), commits (None likewise), counters, events;
-    pins: what must stay in the lowest tier; copied_in: what goes last; ghosts: what is remembered of chunks that went; num_leases: holds on all
-    chunks together; kept_back_bytes: of chunks that admission keeps from NVMe; on_held: told of one of them that must not be
-    evicted any more; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or
-    goes; name_observers: of every prefix directory that got another name or place.
+    Attributes:
+        catalog, ram, nvme and commits (None for a RAM cache), counters, events.
+        pins: what must stay in the lowest tier; copied_in: what goes last.
+        ghosts: what is remembered of chunks that went.
+        num_leases: holds on all chunks together.
+        kept_back_bytes: of chunks that admission keeps from NVMe; on_held: told of one that must not be evicted any more.
+        over_quota: namespaces that have to let go of something as soon as they can: of these `on_last_lease` is told when
+            nobody holds a chunk any more.
+        observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes.
+        name_observers: of every prefix directory that got another name or place.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class Residency:
         self.name_observers: list[NameObserver] = []
         self._system = system
         self.num_leases = 0
+        self.over_quota: set[ChunkTable] = set()
+        self.on_last_lease: Callable[[ChunkTable], None] = lambda _: None
         self._to_erase: set[Chunk] = set()  # removed, and still with bytes
         self._unfinished: dict[Chunk, list[int]] = {}
         self._kept_back: set[Chunk] = set()
@@ -106,6 +113,8 @@ class Residency:
                 self.ram.extents.free(offset, chunk.length)
         if chunk.is_removed:
             self._give_back(chunk)
+        elif self.over_quota and chunk.table in self.over_quota:
+            self.on_last_lease(chunk.table)
 
     def lease_all(self, chunks: Collection[Chunk]) -> None:
         """Hold many at once: a match has hundreds, and its client waits."""
@@ -116,7 +125,7 @@ class Residency:
     def release_all(self, chunks: Collection[Chunk]) -> None:
         """End one hold of each."""
         for chunk in chunks:
-            if chunk.leases == 1 and (chunk.is_removed or self._unfinished):
+            if chunk.leases == 1 and (chunk.is_removed or self._unfinished or self.over_quota):
                 self.release(chunk)
             else:
                 chunk.leases -= 1

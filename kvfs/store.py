@@ -129,6 +129,7 @@ class Store:
         self.catalog.forget(table)
         self._storing.forget(table)
         self._residency.copied_in.is_over(table)
+        self.limits.forget(table)
         self.events.append("namespace_removed", namespace=table.directory)
         if self._residency.commits is not None:
             self._residency.commits.remove_namespace(table.number, table.directory)
