@@ -39,7 +39,8 @@ class StepOrders:
 
     Attributes:
         number: of the step, for `StepReport`.
-        loads: begin now; `are_loads_async` says whether the requests run in this very step (False) or wait (True).
+        loads: begin now, their requests wait.
+        loads_in_step: begin now, their requests run in this very step.
         stores: what is whole when this step has run.
         preempted: requests whose blocks are about to belong to others.
         held: finished requests whose blocks are held until their stores have been copied.
@@ -49,7 +50,7 @@ class StepOrders:
 
     number: int = 0
     loads: list[Transfer] = field(default_factory=list)
-    are_loads_async: bool = True
+    loads_in_step: list[Transfer] = field(default_factory=list)
     stores: list[Transfer] = field(default_factory=list)
     preempted: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kvfs.chunk import geometry
 from kvfs.client import Client, Lease, Prefetching
 from kvfs.engine_adapters.break_even import BreakEven
 from kvfs.engine_adapters.vllm_orders import PlacedChunk, StepOrders, StepReport, Transfer
@@ -28,6 +29,12 @@ from kvfs.messages import MAX_BATCH, Tier
 from kvfs.namespace import Namespace
 
 log = logging.getLogger(__name__)
+IN_STEP_BYTES = 256 << 20
+"""More than this is not loaded inside one step: others compute in it too."""
+
+ASK_AGAIN_S = 0.1
+"""A request of which nothing is stored asks again when it is older than this: another one may have stored it by then."""
+
 MAX_LEASED_REQUESTS = 64
 """Requests that hold leases while they wait for their turn: a long queue must not hold the whole cache."""
 
@@ -42,10 +49,11 @@ class TrackedRequest:
         prefetches: of each rank, for those of them that were on NVMe.
         num_found: chunks, from the first on, that every rank has.
         tiers: a byte for each, the slowest tier that a rank has it in, when they were matched.
-        num_asked: chunks that were asked for then.
+        num_asked: chunks that were asked for then; asked_at: by the monotonic clock.
         may_load: False once a load failed: what is missing is computed then.
         may_store: False once the weights may have changed under it.
         load_end: the token up to which to load; None until it was decided.
+        is_in_step: whether the load is part of the step that computes the rest; decided with it.
         loading: what is being loaded.
         num_handled: chunks, from the first on, that are stored or ordered to be.
         has_stores: stores were ordered from its present blocks.
@@ -59,9 +67,11 @@ class TrackedRequest:
         self.num_found = 0
         self.tiers = b""
         self.num_asked = 0
+        self.asked_at = 0.0
         self.may_load = True
         self.may_store = True
         self.load_end: int | None = None
+        self.is_in_step = False
         self.loading: Transfer | None = None
         self.num_handled = 0
         self.has_stores = False
@@ -79,8 +89,13 @@ class SchedulerSide:
         namespaces: Sequence[Namespace],
         block_size: int,
         digest_lora: Callable[[str], str],
+        *,
+        may_load_in_step: bool,
     ) -> None:
-        """`namespaces` are those of all ranks; `digest_lora` names the weights of an adapter by its path."""
+        """`namespaces` are those of all ranks; `digest_lora` names the weights of an adapter by its path.
+
+        `may_load_in_step`: attention layers wait for their KV, also where the settings leave that open.
+        """
         self.break_even = BreakEven(settings.floor_tokens, is_measuring=settings.break_even)
         self._settings = settings
         self._fingerprint = namespaces[0].identity.fingerprint()
@@ -92,8 +107,11 @@ class SchedulerSide:
         ]
         self._requests: dict[str, TrackedRequest] = {}
         self.num_leased = 0
-        self._num_loading = 0
-        self._ordered: list[Transfer] = []
+        self._may_load_in_step = may_load_in_step if settings.load_async is None else not settings.load_async
+        self._chunk_bytes = geometry(namespaces[0], self._tokens_per_chunk).payload_bytes
+        self._num_in_step = 0  # loads inside steps whose end was not told yet
+        self._bytes_in_step = 0  # to be loaded inside the next step
+        self._ordered: list[tuple[Transfer, bool]] = []  # and whether it is part of the step
         self._last_stores: list[Transfer] = []
         self._held: set[str] = set()
         self._generation: list[str] = []
@@ -145,14 +163,28 @@ class SchedulerSide:
             self._counts["not_worth_it"] += declined >= self._settings.floor_tokens
             if tracked.load_end <= num_computed:
                 tracked.load_end = 0  # also if vLLM has less of it when it asks again
+            tracked.is_in_step = self._should_load_in_step(tracked, num_computed)
         wanted = self._end_of_load(tracked) - num_computed
         return wanted if wanted >= self._settings.floor_tokens else 0
+
+    def is_async(self, request: Any) -> bool:
+        """Whether a request for which `loadable_tokens` found some waits for them."""
+        tracked = self._requests.get(request.request_id)
+        return tracked is not None and not tracked.is_in_step
+
+    def _should_load_in_step(self, tracked: TrackedRequest, num_computed: int) -> bool:
+        if not self._may_load_in_step or self._settings.load_async is False:
+            return self._may_load_in_step
+        assert tracked.load_end is not None
+        size = self._tokens_per_chunk
+        tiers = tracked.tiers[num_computed // size : tracked.load_end // size]
+        return tiers.count(Tier.RAM) == len(tiers) and self._bytes_in_step < IN_STEP_BYTES
 
     def _end_of_load(self, tracked: TrackedRequest) -> int:
         """The token behind the last one that is loaded."""
         assert tracked.load_end is not None
         # A load inside the step leaves a token to compute.
-        return tracked.load_end if self._settings.load_async else min(tracked.load_end, tracked.request.num_tokens - 1)
+        return min(tracked.load_end, tracked.request.num_tokens - 1) if tracked.is_in_step else tracked.load_end
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
         """A request got blocks; `num_external` tokens at the end of those counted as computed are to be loaded."""
@@ -168,8 +200,10 @@ class SchedulerSide:
         tracked.load_end = None
         tracked.loading = self._transfer(tracked, block_ids, (end - num_external) // self._block_size, end)
         log.debug("request %s: %d tokens are loaded", request.request_id, num_external)
-        self._num_loading += 1
-        self._ordered.append(tracked.loading)
+        self._ordered.append((tracked.loading, tracked.is_in_step))
+        if tracked.is_in_step:
+            self._num_in_step += 1
+            self._bytes_in_step += len(tracked.loading.chunks) * self._chunk_bytes
 
     def _transfer(self, tracked: TrackedRequest, block_ids: Sequence[int], first_block: int, end: int) -> Transfer:
         blocks_a_chunk = self._tokens_per_chunk // self._block_size
@@ -186,12 +220,13 @@ class SchedulerSide:
         """See how far every rank has the prefix, and in which tiers, unless that is known and leased."""
         tracked.chunks.take(tracked.request.all_token_ids)
         chains = tracked.chunks.chains[:MAX_BATCH]
-        is_known = tracked.leases and tracked.num_asked == len(chains) and not again
-        if is_known or tracked.loading is not None:
+        now = time.monotonic()
+        is_fresh = bool(tracked.leases) if tracked.num_found else now - tracked.asked_at < ASK_AGAIN_S
+        if (is_fresh and tracked.num_asked == len(chains) and not again) or tracked.loading is not None:
             return
         before, tracked.leases = tracked.leases, []  # which end when there are new ones
         self.num_leased -= bool(before)
-        tracked.num_asked = len(chains)
+        tracked.num_asked, tracked.asked_at = len(chains), now
         found = len(chains)
         leases = []
         for session in self._sessions:
@@ -236,11 +271,12 @@ class SchedulerSide:
     def orders(self, step: Any, block_ids_of: Callable[[str], Sequence[int]]) -> StepOrders:
         """What the workers do in a step; `step` is vLLM's SchedulerOutput."""
         ordered, self._ordered = self._ordered, []
+        self._bytes_in_step = 0
         held, self._held = self._held, set()
         last_stores, self._last_stores = self._last_stores, []
         orders = StepOrders(
-            loads=ordered,
-            are_loads_async=self._settings.load_async,
+            loads=[transfer for transfer, is_in_step in ordered if not is_in_step],
+            loads_in_step=[transfer for transfer, is_in_step in ordered if is_in_step],
             stores=last_stores,
             preempted=frozenset(step.preempted_req_ids or ()),
             held=frozenset(held),
@@ -250,9 +286,10 @@ class SchedulerSide:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.has_stores = False  # the workers copy them before the blocks go
                 tracked.num_handled = 0
+                tracked.asked_at = 0.0  # there may be more by now: its own chunks
         # A step may compute with KV that did not arrive; vLLM repeats it, and nothing of it may be stored. What is due
         # is stored with a later step.
-        may_store = self._settings.load_async or not self._num_loading
+        may_store = not self._num_in_step
         num_prefill = 0
         for request_id, num_scheduled in step.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
@@ -287,7 +324,7 @@ class SchedulerSide:
             if tracked is not None and load.failed:
                 tracked.may_load = False
                 tracked.num_handled = 0  # what is there already is noticed when it is stored
-            if tracked is not None and not self._settings.load_async:
+            if tracked is not None and tracked.is_in_step:
                 self._load_ended(tracked)
         for request_id in received:
             if (tracked := self._requests.get(request_id)) is not None:
@@ -298,7 +335,7 @@ class SchedulerSide:
                 self.break_even.observe_compute(*measured)
 
     def _load_ended(self, tracked: TrackedRequest) -> None:
-        self._num_loading -= tracked.loading is not None
+        self._num_in_step -= tracked.loading is not None and tracked.is_in_step
         tracked.loading = None
         self._release(tracked)
 

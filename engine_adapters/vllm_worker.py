@@ -32,7 +32,9 @@ MAX_HELD_SHARE = 4
 
 
 class WorkerSide:
-    """One worker's KV memory and its two sessions with the cache: loads do not wait behind stores.
+    """One worker's KV memory and its sessions with the cache.
+
+    Loads do not wait behind stores, nor a load for which a step waits behind one that comes from a slower tier.
 
     Attributes: kv: what the worker holds.
     """
@@ -45,13 +47,14 @@ class WorkerSide:
             Client(settings.mount, kv.namespace, deadline_s=deadline_s, name=f"{name} {what}",
                    window_bytes=settings.window_bytes)
             for what, deadline_s in (
-                ("loads", settings.deadline_s), ("stores", max(settings.deadline_s, STORE_DEADLINE_S)),
+                ("loads", settings.deadline_s), ("loads in steps", settings.deadline_s), ("stores", max(settings.deadline_s, STORE_DEADLINE_S)),
             )
         ]  # fmt: skip
         self._keeping = [Keeping(client) for client in self._clients]
         num_chunks = kv.num_tokens // kv.namespace.identity.tokens_per_chunk
         self._loader = BlockLoader(self._clients[0], blocks)
-        self._store = BlockStore(self._clients[1], blocks, max(1, num_chunks // MAX_HELD_SHARE))
+        self._step_loader = BlockLoader(self._clients[1], blocks)
+        self._store = BlockStore(self._clients[2], blocks, max(1, num_chunks // MAX_HELD_SHARE))
         self._populating = Populating(_host_memory(kv))
         self._in_step: list[BlockLoad] = []
         self._held: set[str] = set()
@@ -77,6 +80,7 @@ class WorkerSide:
         for keeping in self._keeping:
             keeping.close()
         self._loader.close()
+        self._step_loader.close()
         self._store.close()
         for client in self._clients:
             client.close()
@@ -90,10 +94,10 @@ class WorkerSide:
 
     def begin_loads(self, orders: StepOrders) -> None:
         """Begin the loads of a step."""
+        for transfer in orders.loads_in_step:
+            self._in_step.append(self._step_loader.begin(transfer, is_async=False))
         for transfer in orders.loads:
-            load = self._loader.begin(transfer, is_async=orders.are_loads_async)
-            if not load.is_async:
-                self._in_step.append(load)
+            self._loader.begin(transfer, is_async=True)
 
     def wait_for_layer(self, layer_name: str) -> None:
         """The forward pass is about to look at a layer."""
@@ -152,7 +156,7 @@ class WorkerSide:
         return dict(counts) if self.kv.namespace.rank == 0 and self.kv.is_storing else {}
 
     def _take_ended(self) -> None:
-        for load in self._loader.ended():
+        for load in self._loader.ended() + self._step_loader.ended():
             report = load.report()
             self._report.loads.append(report)
             self._failed_blocks |= load.missing_blocks()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvfs.engine_adapters import vllm_scheduler
 from kvfs.engine_adapters.vllm_orders import LoadReport, StepReport
 from kvfs.engine_adapters.vllm_scheduler import MAX_LEASED_REQUESTS
 from kvfs.messages import Tier
@@ -50,7 +51,7 @@ def wait_for_publishing(engine: StandIn) -> None:
         worker.flush()
 
 
-@pytest.mark.parametrize("load_async", [True, False])
+@pytest.mark.parametrize("load_async", [True, False, None])
 def test_another_engine_gets_the_same_kv(node: Node, engines: Any, load_async: bool) -> None:
     fill(engines())
     assert [chunk.position for chunk in node.chunks()] == [0, 1, 2, 3]
@@ -61,7 +62,7 @@ def test_another_engine_gets_the_same_kv(node: Node, engines: Any, load_async: b
     assert not engine.failed
 
 
-@pytest.mark.parametrize("load_async", [True, False])
+@pytest.mark.parametrize("load_async", [True, False, None])
 def test_a_chunk_is_loaded_from_where_the_local_blocks_end(engines: Any, load_async: bool) -> None:
     """Local blocks may be read by others at this moment: they are not written, not even with the same bytes."""
     fill(engines())
@@ -130,7 +131,7 @@ def test_generated_tokens_are_stored_with_the_prompt(node: Node, engines: Any) -
 
 
 @pytest.mark.expect_log("does not have its checksum|bad|corrupt|dropped")
-@pytest.mark.parametrize("load_async", [True, False])
+@pytest.mark.parametrize("load_async", [True, False, None])
 def test_what_did_not_arrive_is_named_and_stored_anew(node: Node, engines: Any, load_async: bool) -> None:
     """The third chunk has rotted: its blocks and those behind it are reported, the ones before are right."""
     fill(engines())
@@ -139,7 +140,7 @@ def test_what_did_not_arrive_is_named_and_stored_anew(node: Node, engines: Any, 
     request = request_of(TOKENS)
     engine.scheduler.arrived(request)
     assert engine.admit(request, OTHER_IDS) == 4 * CHUNK
-    if load_async:
+    if engine.scheduler.is_async(request):
         engine.settle(request)
     else:
         engine.schedule(request, 6)
@@ -218,6 +219,21 @@ def test_asking_twice_changes_nothing(node: Node, engines: Any) -> None:
     assert not engine.scheduler.finished(request, [])
     engine.close()
     assert node.call(lambda: sum(chunk.leases > 0 for chunk in node.store.catalog.chunks())) == 0
+
+
+def test_a_request_that_missed_asks_again_when_it_is_its_turn(
+    node: Node, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another may have stored the prefix while it waited; but right after it arrived it does not ask twice."""
+    engine = engines()
+    request = request_of(TOKENS)
+    engine.scheduler.arrived(request)
+    for _ in range(3):
+        assert engine.scheduler.loadable_tokens(request, 0) == 0
+    assert node.call(lambda: node.store.counters.matches) == 1
+    fill(engines())
+    monkeypatch.setattr(vllm_scheduler, "ASK_AGAIN_S", 0.0)
+    assert engine.scheduler.loadable_tokens(request, 0) == 4 * CHUNK
 
 
 def test_a_long_queue_does_not_hold_the_cache(node: Node, engines: Any) -> None:

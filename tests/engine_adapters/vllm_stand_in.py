@@ -90,7 +90,9 @@ class StandIn:
     """
 
     def __init__(self, mount: Path, num_ranks: int = 1, **settings: Any) -> None:
-        self.settings = VllmSettings(str(mount), **{"floor_tokens": 1, "break_even": False, **settings})
+        self.settings = VllmSettings(
+            str(mount), **{"floor_tokens": 1, "break_even": False, "load_async": True, "deadline_s": 10.0, **settings}
+        )
         namespaces = [namespace_of(rank, num_ranks) for rank in range(num_ranks)]
         self.tensors = [
             [torch.zeros(BLOCKS, HEADS, BLOCK, CONTENT, dtype=torch.uint8) for _ in range(LAYERS)] for _ in namespaces
@@ -103,7 +105,7 @@ class StandIn:
             kv = WorkerKv(namespace, views, numbers, BLOCKS * BLOCK, is_storing=True)
             self._blocks.append(PausedBlocks(views))
             self.workers.append(WorkerSide(kv, self._blocks[-1], self.settings))
-        self.scheduler = SchedulerSide(self.settings, namespaces, BLOCK, lambda path: path)
+        self.scheduler = SchedulerSide(self.settings, namespaces, BLOCK, lambda path: path, may_load_in_step=True)
         for side in [*self.workers, self.scheduler]:
             side.open()
         self.block_ids: dict[str, list[int]] = {}
@@ -157,7 +159,7 @@ class StandIn:
         self.orders = orders
         for worker in self.workers:
             worker.preempted(orders)
-        if not orders.are_loads_async:
+        if orders.loads_in_step:
             for worker in self.workers:
                 worker.begin_loads(orders)
                 for layer in range(LAYERS):
@@ -169,7 +171,7 @@ class StandIn:
         reports = []
         self.received = set()
         for worker in self.workers:
-            if orders.are_loads_async:
+            if not orders.loads_in_step:
                 worker.begin_loads(orders)
             worker.begin_stores(orders)
             sent, got = worker.finished()
@@ -195,7 +197,7 @@ class StandIn:
         """A whole request with one prefill step and one that generates nothing; how many tokens were loaded."""
         self.scheduler.arrived(request)
         found = self.admit(request, block_ids, num_local)
-        if found and self.settings.load_async:
+        if found and self.scheduler.is_async(request):
             self.settle(request)
         self.schedule(request, request.num_tokens - request.num_computed_tokens)
         self.step()

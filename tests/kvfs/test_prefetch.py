@@ -26,7 +26,7 @@ async def cold(
 ) -> AsyncIterator[tuple[Store, ChunkTable, list[list[Chunk]]]]:
     """A store with chains of so many chunks of 1 MiB, all of them on NVMe only."""
     chains: list[KeyChain] = [chain_of(MIB, count, seed) for seed, count in enumerate(counts)]
-    async with open_table(directory, MIB, nvme=64 << 20) as (store, table):
+    async with open_table(directory, MIB, nvme=64 << 20, ram=32 << 20) as (store, table):
         for chain in chains:
             await store_chain(store, table, chain)
     async with open_table(directory, MIB, system, nvme=64 << 20, ram=ram) as (store, table):
