@@ -8,7 +8,7 @@ PYTEST := $(PYTHON) -m pytest -q
 help:
 	@echo 'make demo    run a prompt cold, warm, after a restart and after its eviction, on a real mount'
 	@echo 'make test    the tests, real mounts included'
-	@echo 'make test-heavy  those tests that take long: state machines, changed inputs, interrupted demos'
+	@echo 'make test-heavy  the rest of the tests: what takes long, and further variants'
 	@echo 'make demo-vllm  a prompt through two vLLM servers, one after the other (3.5 GB to set up the first time)'
 	@echo 'make test-vllm  the tests with a real vLLM, in an environment of its own'
 	@echo 'make check   before a change lands: lint, types, layers, and the tests of make test; .ci/run does more'

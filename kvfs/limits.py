@@ -59,6 +59,8 @@ class Limits:
         self._system = system
         self._wake = trio.Event()
         self._full_until: WeakKeyDictionary[ChunkTable, float] = WeakKeyDictionary()  # of trio's clock
+        self._due: set[ChunkTable] = set()  # over their quota, and something of theirs may go now
+        residency.on_last_lease = self._may_let_go
 
     # pins
 
@@ -123,6 +125,8 @@ class Limits:
         for chunk in chunks:
             self._keep(chunk, None)
             by_namespace[chunk.table.directory] = by_namespace.get(chunk.table.directory, 0) + 1
+        for table in {chunk.table for chunk in chunks} & self._residency.over_quota:
+            self._may_let_go(table)
         for directory, count in by_namespace.items():
             self._residency.events.append("unpin", namespace=directory, chunks=count)
         return len(chunks)
@@ -282,11 +286,35 @@ class Limits:
     async def _sweep(self, table: ChunkTable) -> None:
         """Let go of what a namespace may not have."""
         self._full_until.pop(table, None)
-        if table.quota_bytes is not None:
-            missing = table.stored_bytes + table.reserved_bytes - table.quota_bytes
-            self._evict(table, missing, missing)
+        self._keep_to_quota(table)
         if table.max_age_ns is not None:
             await self._expire(table, table.max_age_ns)
+
+    def _keep_to_quota(self, table: ChunkTable) -> None:
+        """Evict what is too much as far as it may go; the rest when somebody lets go of it."""
+        self._due.discard(table)
+        if table.quota_bytes is None or _has_room(table, 0):
+            self._residency.over_quota.discard(table)
+            return
+        started_s = self._system.monotonic()
+        missing = table.stored_bytes + table.reserved_bytes - table.quota_bytes
+        self._evict(table, missing, missing)
+        if _has_room(table, 0):
+            self._residency.over_quota.discard(table)
+            return
+        self._residency.over_quota.add(table)
+        took_s = self._system.monotonic() - started_s
+        self._full_until[table] = trio.current_time() + max(_LOOK_AGAIN_S, _LOOKING_TAKES * took_s)
+
+    def _may_let_go(self, table: ChunkTable) -> None:
+        """Something of a namespace that is over its quota is held no more."""
+        self._due.add(table)
+        self._wake.set()
+
+    def forget(self, table: ChunkTable) -> None:
+        """A namespace was removed."""
+        self._due.discard(table)
+        self._residency.over_quota.discard(table)
 
     async def sweep(self) -> None:
         """Let go of what no namespace may have now."""
@@ -309,8 +337,13 @@ class Limits:
             if trio.current_time() >= next_sweep:
                 await self.sweep()
                 next_sweep = trio.current_time() + _LOOK_EVERY_S
+            for table in [*self._due]:
+                if trio.current_time() >= self._full_until.get(table, 0.0):
+                    self._keep_to_quota(table)
             left_s = min(
-                next_sweep - trio.current_time(), (self._residency.pins.next_end_ns - self._system.time_ns()) / NS
+                next_sweep - trio.current_time(),
+                (self._residency.pins.next_end_ns - self._system.time_ns()) / NS,
+                *(self._full_until.get(table, 0.0) - trio.current_time() for table in self._due),
             )
             with trio.move_on_after(max(0.0, left_s)):
                 await self._wake.wait()

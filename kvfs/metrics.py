@@ -58,6 +58,10 @@ class Counters:
     )
     io_errors: int = field(default=0, metadata={"help": "reads and writes that failed on the device"})
     written_bytes: int = field(default=0, metadata={"help": "bytes written to NVMe"})
+    not_admitted_unused: int = field(default=0, metadata={"help": "chunks kept from NVMe until their second use"})
+    not_admitted_budget: int = field(
+        default=0, metadata={"help": "chunks kept from NVMe by the write budget of the day"}
+    )
     evictions_ram: int = field(default=0, metadata={"help": "chunks evicted from RAM"})
     evictions_nvme: int = field(default=0, metadata={"help": "chunks evicted from NVMe, and so from everywhere"})
     evictions_quota: int = field(default=0, metadata={"help": "chunks evicted because of their namespace's quota"})

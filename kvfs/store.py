@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 import trio
 
 from kvfs import namespace as namespaces
+from kvfs.admission import Admission
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.chunk import Facts, geometry, parse_header, verify_payload
 from kvfs.cold_reads import ColdReads
@@ -72,7 +73,8 @@ class Store:
         if residency.nvme is not None and residency.commits is not None:
             self._promoter = Promoter(residency, residency.nvme, nursery)
             self._prefetcher = Prefetcher(residency, self._promoter, system)
-            self._writer = WriteBehind(residency, residency.nvme, residency.commits)
+            admission = Admission(settings.admission, settings.write_budget_bytes, residency.commits.spent_before())
+            self._writer = WriteBehind(residency, residency.nvme, residency.commits, admission, system.time_ns)
             self._cold = ColdReads(residency, residency.nvme)
         self._storing = Storing(settings, system, residency, self.limits, self._writer, self._copies)
         self.staging = self._storing.staging
@@ -127,6 +129,7 @@ class Store:
         self.catalog.forget(table)
         self._storing.forget(table)
         self._residency.copied_in.is_over(table)
+        self.limits.forget(table)
         self.events.append("namespace_removed", namespace=table.directory)
         if self._residency.commits is not None:
             self._residency.commits.remove_namespace(table.number, table.directory)
@@ -191,6 +194,8 @@ class Store:
         self.counters.loaded_bytes += sum([chunk.length for chunk in chunks])
         if self._prefetcher is not None:
             self._prefetcher.loaded(chunks)
+        if self._writer is not None:
+            self._writer.used(chunks)
         self._residency.ram.policy.touch(chunks)
         if self._residency.nvme is not None:
             self._residency.nvme.policy.touch(chunks)
@@ -303,6 +308,9 @@ class Store:
             num_ghosts=len(self._residency.ghosts),
             num_pinned=len(self._residency.pins),
             held_bytes=self._residency.pins.held_bytes,
+            num_kept_back=self._residency.num_kept_back,
+            kept_back_bytes=self._residency.kept_back_bytes,
+            admitted_today_bytes=self._writer.admission.spent_on(self.system.time_ns()).num_bytes if self._writer else 0,
             num_staging=self.staging.num_files,
             staging_bytes=self.staging.size_bytes,
             ram=TierStatistics(ram.extents.capacity, ram.extents.used_bytes, len(ram.policy), self.arena.kind),

@@ -191,7 +191,8 @@ class Storing:
         self._residency.tell_moves(chunk.table, moves)
         self._residency.tell("published", chunk, chunk.home)
         if self._writer is not None:
-            self._writer.add(chunk)
+            is_asked_for = inode is not None or self._residency.pins.is_held(chunk)  # copied in, or pinned
+            self._writer.add(chunk, is_used=ghost is not None, is_asked_for=is_asked_for)
         return chunk
 
     def _free_reserved(self, reservation: Reservation) -> None:

@@ -4,6 +4,8 @@ Clean means durable: write, then sync the volume, then commit the index; only th
 leave RAM. If the device fails the tier is degraded: the chunks stay dirty in RAM, may be evicted from there like those
 of a RAM cache, and the writes are tried again.
 
+What `Admission` turns away is kept back, in RAM only, and judged again when it is used or held.
+
 Concurrency: two tasks, one writes groups, one makes them durable, in the same order, all that are written at once: a
 commit takes tens of milliseconds beside the writes of the next groups, which must not wait for it. The chunks of a
 group are leased meanwhile, so that their bytes stay where they are.
@@ -14,11 +16,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 
 import trio
 
+from kvfs.admission import Admission, Verdict
 from kvfs.catalog import NOWHERE, Chunk
 from kvfs.commits import Commits
 from kvfs.errors import UnavailableError
@@ -55,7 +59,11 @@ class WriteBehind:
     Attributes: dirty_bytes, num_dirty: what is waiting or being written.
     """
 
-    def __init__(self, residency: Residency, nvme: NvmeTier, commits: Commits) -> None:
+    def __init__(
+        self, residency: Residency, nvme: NvmeTier, commits: Commits, admission: Admission, now_ns: Callable[[], int]
+    ) -> None:
+        self.admission = admission
+        self._now_ns = now_ns  # since the epoch
         self._residency = residency
         self._nvme = nvme
         self._commits = commits
@@ -66,9 +74,40 @@ class WriteBehind:
         self._retry_at = 0.0  # of trio's clock
         self.dirty_bytes = 0
         self.num_dirty = 0
+        residency.on_held = self._judge_again
 
-    def add(self, chunk: Chunk) -> None:
-        """A chunk was published and is in RAM only."""
+    def add(self, chunk: Chunk, *, is_used: bool, is_asked_for: bool) -> None:
+        """A chunk was published and is in RAM only. For the rest see `Admission.admit`."""
+        if self._is_admitted(chunk, is_used=is_used, is_asked_for=is_asked_for):
+            self._append(chunk)
+        else:
+            self._residency.keep_back(chunk)
+
+    def used(self, chunks: Iterable[Chunk]) -> None:
+        """An engine loaded these chunks."""
+        if self._residency.num_kept_back:
+            for chunk in chunks:
+                if self._residency.is_kept_back(chunk):
+                    self._judge_again(chunk)
+
+    def _judge_again(self, chunk: Chunk) -> None:
+        if self._is_admitted(chunk, is_used=True, is_asked_for=self._residency.pins.is_held(chunk)):
+            self._residency.no_longer_kept_back(chunk)
+            self._append(chunk)
+
+    def _is_admitted(self, chunk: Chunk, *, is_used: bool, is_asked_for: bool) -> bool:
+        now_ns = self._now_ns()
+        verdict = self.admission.admit(chunk.length, now_ns, is_used=is_used, is_asked_for=is_asked_for)
+        if verdict is Verdict.ADMITTED:
+            if self.admission.budget_bytes is not None:
+                self._commits.spent(self.admission.spent_on(now_ns))
+        elif verdict is Verdict.UNUSED:
+            self._residency.counters.not_admitted_unused += 1
+        else:
+            self._residency.counters.not_admitted_budget += 1
+        return verdict is Verdict.ADMITTED
+
+    def _append(self, chunk: Chunk) -> None:
         self._queue.append(chunk)
         self.num_dirty += 1
         self.dirty_bytes += chunk.length

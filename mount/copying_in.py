@@ -44,6 +44,7 @@ from kvfs.store import Store
 
 MAX_DEPTH = 128  # of prefix directories that people make; trees of engines are as deep as their prompts branch
 MAX_AGE_S = 600.0  # of a staged file that nobody writes to, of a draft, of a second name
+MAX_EMPTY_DIRECTORIES = 1 << 16  # of prefixes, which people have made: some 30 MB
 _COPY_BYTES = 1 << 20
 _FIRST_BYTES = 64 << 10  # of a file of which nobody knows how large it will be
 _RENAME_NOREPLACE = 1  # rename(2)
@@ -177,10 +178,11 @@ class CopyingIn:
         if file.num_open:
             return
         self._names.open_files.discard(file)
-        if self._names.places(file):
+        is_wanted = file.staged.size or file.is_hidden or file.table is None  # nothing comes of an empty chunk
+        if self._names.places(file) and is_wanted:
             self._store.staging.fit(file.staged)
         else:
-            self._store.staging.drop(file.staged)
+            self._proof.drop(file)
 
     # names
 
@@ -199,6 +201,12 @@ class CopyingIn:
                 raise Refused(errno.EPERM)
             return
         if not isinstance(node, StagedFile):
+            raise Refused(errno.EPERM)
+        if self._names.files.get((new_parent.inode, new_name)) is node:
+            return  # two names of one file: rename(2) does nothing
+        if new_name != node.name and len(self._names.places(node)) > 1:
+            reason = "it waits under two names, and cannot get a third"
+            self._proof.tell(node.home, name, reason, is_for_chunks=is_for_chunks)
             raise Refused(errno.EPERM)
         if self._resolved(node.home) is not target:
             raise Refused(errno.EXDEV)
@@ -219,7 +227,7 @@ class CopyingIn:
                     node.name, node.key, node.parent_inode = before
                     raise
         node.name = new_name
-        self._names.forget(node)
+        self._names.files.pop((parent.inode, name), None)
         self._put(new_parent, node)
 
     def link(self, node: Node, parent: Node, name: bytes) -> Node:
@@ -292,9 +300,18 @@ class CopyingIn:
         if above is not None and not above.is_attached:  # it was joined to another while somebody copies into it
             first = home.chunks.get(above.key)
             above = first.home if first is not None else None
+        self._bound_empty_directories()
         directory = home.prefixes.make_directory(Key(bytes.fromhex(name.decode())), above)
         self._made.append((self._now_s(), directory))
         return directory
+
+    def _bound_empty_directories(self) -> None:
+        """Raise CapacityError if too many directories that were made have got no chunk."""
+        if len(self._made) < MAX_EMPTY_DIRECTORIES:
+            return
+        self._made = deque(made for made in self._made if made[1].is_attached and made[1].is_empty)
+        if len(self._made) >= MAX_EMPTY_DIRECTORIES:
+            raise CapacityError("too many directories are empty")
 
     def remove_directory(self, parent: Node, name: bytes) -> bool:
         """Rmdir of a draft or in one; returns whether it was that."""

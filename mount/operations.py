@@ -139,6 +139,7 @@ class Operations(GuardedOperations):
         self._open: dict[int, OpenFile | OpenDirectory] = {}
         self._next_handle = 1
         self._unlinking: dict[int, Place] = {}  # by the chunk's inode: the name that the kernel drops itself
+        self._pages: set[int] = set()  # inodes of chunks of which the kernel has no pages but the right ones
         self._tier = TierWork(store, nursery)
 
     # names and attributes
@@ -161,6 +162,8 @@ class Operations(GuardedOperations):
         now_s = trio.current_time()
         for inode, count in inode_list:
             self.inodes.forget(inode, count, now_s)
+            if self.inodes.get(inode) is None:
+                self._pages.discard(inode)
 
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
         node = self._node(inode)
@@ -228,8 +231,12 @@ class Operations(GuardedOperations):
             if node.is_removed and not node.leases:
                 raise FUSEError(errno.ENOENT)
             self._store.lease(node)
-            # Buffered, because safetensors maps chunks shared; without keep_cache, so that each open asks us again.
-            return FileInfo(fh=self._handle(OpenFile(node, None)), keep_cache=False)
+            # Buffered, because safetensors maps chunks shared. A chunk never changes, so the kernel keeps the pages that it
+            # has read: dropping 32 MiB takes 4 ms of an open. The first open of a chunk does that all the same: it may
+            # have been a staged file, whose pages are not what it was in the end.
+            is_known = inode in self._pages
+            self._pages.add(inode)
+            return FileInfo(fh=self._handle(OpenFile(node, None)), keep_cache=is_known)
         assert isinstance(node, Fixed)
         if is_growing(node):
             return FileInfo(fh=self._handle(OpenFile(None, None)), direct_io=True, keep_cache=False)

@@ -18,6 +18,7 @@ import enum
 import errno
 import stat
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from kvfs.prefixes import PrefixDirectory
 ROOT_INODE = 1
 FIRST_TABLE_INODE = 1 << 10
 LAST_FIXED_INODE = (1 << 20) - 1  # the catalog numbers chunks and prefix directories from 1 << 20 on
+MAX_GONE = 4096  # fixed nodes that were removed; who still stands in an older one gets ESTALE
 MAX_NAME_BYTES = 255
 TIMEOUT_S = 1.0  # how long the kernel may believe an attribute: `ls -ltu` shows the last second's hits
 SECTOR_BYTES = 512  # the unit of st_blocks, stat(2)
@@ -151,11 +153,12 @@ class Tree:
         self._tables: dict[bytes, TableNodes] = {}
         self._hidden: dict[ChunkTable, _Hidden] = {}
         self._last_inode = FIRST_TABLE_INODE - 1
+        self._gone: deque[Fixed] = deque()  # what the kernel may still ask for
 
     def fixed(self, inode: int) -> Fixed | None:
         """The fixed node of an inode."""
         node = self._fixed.get(inode) if inode <= LAST_FIXED_INODE else None
-        if node is None or node.draft is None:
+        if node is None or node.draft is None or self._is_given_up(node):
             return node
         # It may have become a namespace, or be a draft no more.
         return next((now for now in self.nodes(node.draft) if now.role is node.role), None)
@@ -301,7 +304,8 @@ class Tree:
         self._hide(node)
         if node.role is not Role.NAMESPACE:
             return None
-        del self._hidden[table], self._tables[name]
+        del self._hidden[table]
+        self._retire(self._tables.pop(name))
         return table
 
     def make_again(self, home: ChunkTable | Draft, name: bytes) -> Fixed | None:
@@ -370,6 +374,8 @@ class Tree:
             draft = home  # it was given up; the kernel still knows it
         nodes = self._tables.get(name)
         if nodes is None or nodes.directory.table is not table or nodes.directory.draft is not draft:
+            if table is None:
+                self._forget_given_up()
             former = nodes if nodes is not None and nodes.directory.draft is not None else None
             nodes = self._tables[name] = TableNodes(
                 *(
@@ -393,6 +399,27 @@ class Tree:
                 )
             )
         return nodes
+
+    def _is_given_up(self, node: Fixed) -> bool:
+        """Whether a node is of a draft that came to nothing."""
+        draft = node.draft
+        if draft is None or node.table is not None or draft.table is not None or draft.name in self.catalog.tables:
+            return False
+        return self.staged.drafts.get(draft.name) is not draft
+
+    def _forget_given_up(self) -> None:
+        """Let go of the names of drafts that came to nothing; called when there is one more draft, 64 at a time at most."""
+        for name, nodes in [*self._tables.items()]:
+            if self._is_given_up(nodes.directory):
+                self._retire(self._tables.pop(name))
+
+    def _retire(self, nodes: TableNodes) -> None:
+        """These nodes have no name any more. The kernel may hold some; the last of them are kept."""
+        self._gone.extend(nodes)
+        while len(self._gone) > MAX_GONE:
+            node = self._gone.popleft()
+            if self._fixed.get(node.inode) is node:
+                del self._fixed[node.inode]
 
     def _new(
         self, role: Role, name: bytes, table: ChunkTable | None, draft: Draft | None, inode: int | None = None

@@ -84,7 +84,8 @@ class PosixMachine(RuleBasedStateMachine):
         self.is_attached = True
         self.hidden: set[str] = set()  # parts of the namespace that were removed
         self.copied: dict[str, bool] = {}  # of chunks that were copied in: whether it is sure that they are fresh
-        self.copied_s = 0.0
+        self.step_s = time.monotonic()  # when this step began, or before
+        self.copied_s = 0.0  # of the last copy, or before
         self.begin()
 
     def begin(self) -> None:
@@ -136,7 +137,7 @@ class PosixMachine(RuleBasedStateMachine):
         """A chunk was copied in, or was there already."""
         if self.copied and time.monotonic() - self.copied_s > FRESH_S:
             self.copied = dict.fromkeys(self.copied, False)
-        self.copied_s = time.monotonic()
+        self.copied_s = self.step_s
         self.copied[path] = self.copied.get(path, is_new) and is_new
         if is_new:
             self.there[path] = self.files[path] = bytes(
@@ -489,6 +490,7 @@ class PosixMachine(RuleBasedStateMachine):
             assert os.pread(held.fd, len(held.content) + 1, 0) == held.content
             is_there = self.there.get(held.path) is held.content
             assert os.fstat(held.fd).st_nlink in (self.links(held.path) if is_there else {0})
+        self.step_s = time.monotonic()
 
     def the_namespace_is_right(self) -> None:
         """What it shows is what was not removed of it."""

@@ -51,6 +51,11 @@ def prefixes(namespace: Path) -> dict[str, set[str]]:
     }  # fmt: skip
 
 
+def heavy(*values: str) -> list[Any]:
+    """Parameters for which a test is left to make test-heavy: each takes two mounts and many processes."""
+    return [pytest.param(value, marks=pytest.mark.heavy) for value in values]
+
+
 PATHS = ["abcd", "abxyz", "abx12", "q", "zyx"]
 
 
@@ -149,6 +154,7 @@ def test_cp_into_an_empty_namespace(source: Any, target: Any, engines: Any) -> N
     check_copy(source, target, engines)
 
 
+@pytest.mark.heavy
 def test_cp_of_more_than_ram(daemon: Any, engines: Any, tmp_path: Path) -> None:
     """A copy that is faster than the volume waits for it."""
     daemon.start(ram="1MiB", nvme="16MiB")
@@ -212,7 +218,7 @@ def test_a_namespace_that_was_exported(source: Any, target: Any, engines: Any, w
     check_copy(source, target, engines)
 
 
-@pytest.mark.parametrize("tool", ["cp -r", "cp -a", "rsync -a", "rsync -aH", "tar", "import"])
+@pytest.mark.parametrize("tool", ["cp -r", "rsync -aH", *heavy("cp -a", "rsync -a", "tar", "import")])
 def test_removal_right_after_a_copy(source: Any, target: Any, engines: Any, tmp_path: Path, tool: str) -> None:
     """Of a prefix first, then of the chunks, so that half a namespace is left; then of all. Each can be copied again."""
     if tool.startswith("rsync") and shutil.which("rsync") is None:
@@ -250,7 +256,7 @@ def test_removal_right_after_a_copy(source: Any, target: Any, engines: Any, tmp_
     check_copy(source, target, engines)
 
 
-@pytest.mark.parametrize("tool", ["cp -r", "cp -a", "rsync -a", "tar", "import"])
+@pytest.mark.parametrize("tool", ["cp -a", "rsync -a", *heavy("cp -r", "tar", "import")])
 def test_what_a_copy_occupies(source: Any, target: Any, wait: Any, tmp_path: Path, tool: str) -> None:
     """Each chunk counts once, as soon as the copy is over: at once if it says so, seconds later if it does not."""
     if tool.startswith("rsync") and shutil.which("rsync") is None:

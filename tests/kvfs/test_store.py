@@ -442,7 +442,7 @@ async def test_a_full_volume_evicts_what_was_used_longest_ago(tmp_path: Path) ->
         await store.flush()
         store.touch([chunk_at(table, old, 0)], [Tier.RAM])
         new = await fill(store, table, 4, seed=2)
-        assert await store.flush(10)
+        assert await store.flush(60)
         assert old.keys[0] in table.chunks
         assert len(store.match(table, new.keys)) == 4
         assert store.counters.evictions_nvme >= 3
@@ -471,7 +471,7 @@ async def test_a_volume_full_of_leases_keeps_chunks_in_ram(tmp_path: Path) -> No
         assert store.statistics().num_dirty == 2
         for chunk in held:
             store.release(chunk)
-        assert await store.flush(10)
+        assert await store.flush(60)
         assert store.statistics().num_dirty == 0
 
 
@@ -483,7 +483,7 @@ async def test_the_volume_has_no_room_for_a_chunk_at_all(tmp_path: Path) -> None
         assert await store_chunk(store, large, new_chunks(chain_of(large.namespace, 1))[0]) is REFUSED
         assert store.counters.stores_refused == 1
         await fill(store, small, 2)
-        assert await store.flush(5)
+        assert await store.flush(60)
         assert len(small.chunks) == 2
 
 

@@ -319,6 +319,13 @@ def test_without_matplotlib_a_picture_is_refused_at_once() -> None:
     )
 
 
+def test_a_picture_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib, which is not installed")
+    for place in (tmp_path, tmp_path / "missing" / "x.png"):
+        result = kvfs("bench", "vllm", f"--plot={place}")
+        assert (result.returncode, result.stderr) == (2, f"kvfs: --plot: no file can be written to {place}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

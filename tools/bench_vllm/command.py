@@ -85,7 +85,7 @@ def bench_vllm(
     prefix is computed once, and what comes later may reuse it. Pass 2 has seen everything.
     """
     if plot is not None:
-        importlib.import_module("kvfs.tools.bench_vllm.plot")  # says at once if it cannot draw
+        _check_plot(plot)
     workload = Workload(
         num_groups, prompts_per_group, system_prompt_len, question_len, output_len, _rate(request_rate), max_concurrency,
         seed,
@@ -99,18 +99,18 @@ def bench_vllm(
     plan = Plan(workload, _names(runs), passes, engine_prefixes, _vllm(python), str(_model(model)), dtype)
     _check_room(plan, directory)
     found = report.result(plan, _measure(plan, directory))
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    else:
+        console = Console()
+        console.print(report.times(found))
+        console.print(report.comparison(found))
+        for line in report.remarks(found):
+            console.print(line, highlight=False, soft_wrap=True)
     if plot is not None:
         from kvfs.tools.bench_vllm.plot import draw
 
         draw(found, plot)
-    if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
-        return
-    console = Console()
-    console.print(report.times(found))
-    console.print(report.comparison(found))
-    for line in report.remarks(found):
-        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _measure(plan: Plan, directory: Path) -> list[Pass]:
@@ -138,6 +138,13 @@ def _measure(plan: Plan, directory: Path) -> list[Pass]:
             plan, directory, lambda what, num_answers: bar.update(task, description=what, advance=num_answers), done
         )
     return passes
+
+
+def _check_plot(plot: Path) -> None:
+    """Say now, not after tens of minutes, that there will be no picture."""
+    importlib.import_module("kvfs.tools.bench_vllm.plot")
+    if plot.is_dir() or not os.access(plot.parent, os.W_OK):
+        raise UsageError(f"--plot: no file can be written to {plot}")
 
 
 def _rate(request_rate: float) -> float | None:
