@@ -57,6 +57,7 @@ class WorkerSide:
         self._store = BlockStore(self._clients[2], blocks, max(1, num_chunks // MAX_HELD_SHARE))
         self._populating = Populating(_host_memory(kv))
         self._in_step: list[BlockLoad] = []
+        self._waiting_layers: set[int] = set()  # that were seen to wait for their KV, in whatever step
         self._held: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._received: set[str] = set()
@@ -98,11 +99,15 @@ class WorkerSide:
             self._in_step.append(self._step_loader.begin(transfer, is_async=False))
         for transfer in orders.loads:
             self._loader.begin(transfer, is_async=True)
+        if len(self._waiting_layers) < len(self.kv.layer_numbers):  # as far as is known nobody would wait
+            for load in self._in_step:
+                load.wait_for_end()
 
     def wait_for_layer(self, layer_name: str) -> None:
         """The forward pass is about to look at a layer."""
-        number = self.kv.layer_numbers.get(layer_name) if self._in_step else None
+        number = self.kv.layer_numbers.get(layer_name)
         if number is not None:
+            self._waiting_layers.add(number)
             for load in self._in_step:
                 self._blocks.wait(load.wait_for(number))
 
