@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.client import Client
+from kvfs.client import RETRY_S, Client
 from kvfs.errors import UnavailableError
 from kvfs.messages import StoreStatus
 from kvfs.testing import (
+    DEADLINE_S,
     chain_of,
     new_chunks,
     payload_of,
@@ -24,7 +25,6 @@ from kvfs.testing import (
 from kvfs.testing.daemon import DaemonProcess
 
 NS = tiny_namespace()
-SLACK_S = 0.4  # for two busy cores
 no_answer = pytest.mark.expect_log("does not answer, going on without it")
 
 
@@ -47,7 +47,7 @@ def forget_mount(directory: Path) -> None:
 
 def test_a_first_connect_that_is_refused_is_no_reason_to_forget_the_socket(tmp_path: Path) -> None:
     """The client is there before the daemon, and the mount it asked does not answer when the daemon comes."""
-    with Client(plain_mount(tmp_path), NS, deadline_s=0.5) as client:
+    with Client(plain_mount(tmp_path), NS, deadline_s=DEADLINE_S) as client:
         with pytest.raises(UnavailableError, match="no daemon at"):
             client.attach()
         forget_mount(tmp_path)
@@ -61,7 +61,7 @@ def test_a_first_connect_that_is_refused_is_no_reason_to_forget_the_socket(tmp_p
 
 def test_nor_is_one_that_fails_between_two_daemons(tmp_path: Path) -> None:
     """A killed daemon leaves a socket at which nobody listens; the next one is found at the same path."""
-    with Client(plain_mount(tmp_path), NS, deadline_s=0.5) as client:
+    with Client(plain_mount(tmp_path), NS, deadline_s=DEADLINE_S) as client:
         with start(tmp_path) as daemon:
             client.attach()
             daemon.kill()
@@ -78,7 +78,7 @@ def test_nor_is_one_that_fails_between_two_daemons(tmp_path: Path) -> None:
 def test_a_daemon_at_another_path_is_found_through_the_mount(tmp_path: Path) -> None:
     """Mounted anew with another socket directory, while the old socket is still there."""
     mount = plain_mount(tmp_path)
-    with Client(mount, NS, deadline_s=0.5) as client:
+    with Client(mount, NS, deadline_s=DEADLINE_S) as client:
         with start(tmp_path) as daemon:
             client.attach()
             daemon.kill()
@@ -93,7 +93,7 @@ def test_a_daemon_that_replaced_a_stopped_one_is_found_through_the_mount(tmp_pat
     """The old one still listens and never answers: the second try asks the mount."""
     mount = plain_mount(tmp_path)
     (tmp_path / "second").mkdir()
-    with start(tmp_path) as daemon, Client(mount, NS, deadline_s=0.3) as client:
+    with start(tmp_path) as daemon, Client(mount, NS, deadline_s=2.0) as client:
         client.attach()
         client.close()
         with daemon.stopped():
@@ -109,7 +109,7 @@ def test_a_daemon_that_replaced_a_stopped_one_is_found_through_the_mount(tmp_pat
 
 def test_a_daemon_that_came_back_between_two_requests_costs_nothing(tmp_path: Path) -> None:
     """No request fails, none waits for the next try: the end of the old session is seen before anything is asked."""
-    with Client(plain_mount(tmp_path), NS, deadline_s=0.5) as client:
+    with Client(plain_mount(tmp_path), NS, deadline_s=DEADLINE_S) as client:
         with start(tmp_path) as daemon:
             store(client, 3)
             assert daemon.flush()
@@ -123,10 +123,11 @@ def test_a_daemon_that_came_back_between_two_requests_costs_nothing(tmp_path: Pa
 @no_answer
 def test_requests_cost_little_while_the_daemon_is_away(tmp_path: Path) -> None:
     """One try a second; what is asked between two tries is answered at once, and no thread is left behind."""
-    with Client(plain_mount(tmp_path), NS, deadline_s=0.5) as client:
+    with Client(plain_mount(tmp_path), NS, deadline_s=DEADLINE_S) as client:
         begin = time.monotonic()
         for _ in range(2000):
             assert client.match(chain_of(NS, 1).chains).count == 0
-        assert time.monotonic() - begin < SLACK_S
-        assert client.statistics.failures <= 2
+        took_s = time.monotonic() - begin
+        assert took_s < DEADLINE_S
+        assert client.statistics.failures <= 2 + took_s / RETRY_S
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvfs")]

@@ -23,7 +23,10 @@ from kvfs.tools import removing, rm
 
 from .conftest import KVFS, NAMESPACE, Mount, kvfs, store
 
-pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse"),
+]
 
 OTHER = msgspec.structs.replace(
     NAMESPACE, identity=msgspec.structs.replace(NAMESPACE.identity, model="tests/other", revision="2")

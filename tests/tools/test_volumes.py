@@ -16,6 +16,8 @@ from kvfs.tools import destroy
 
 from .conftest import KVFS, Mount, kvfs, store
 
+pytestmark = pytest.mark.heavy
+
 needs_fuse = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 
 
