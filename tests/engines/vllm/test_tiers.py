@@ -35,8 +35,14 @@ def daemon(place: Path) -> Iterator[DaemonProcess]:
 
 @pytest.fixture(scope="module")
 def engine(start_engine: StartEngine, daemon: DaemonProcess, place: Path) -> Iterator[Engine]:
+    """Its layers compute much for the KV that they have, as those of a large model do: loading pays."""
     settings = {"mount": str(plain_mount(place)), "break_even": True, "deadline_s": 10.0}
-    with start_engine(settings=settings, enable_prefix_caching=False, max_num_batched_tokens=2048) as engine:
+    with start_engine(
+        settings=settings,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=2048,
+        hf_overrides={"intermediate_size": 16384},
+    ) as engine:
         yield engine
 
 
@@ -59,7 +65,7 @@ def test_what_waits_in_the_queue_is_prefetched(engine: Engine, daemon: DaemonPro
 def test_a_slow_tier_is_not_loaded_from_until_it_is_fast_again(
     engine: Engine, daemon: DaemonProcess, prompt: Prompt
 ) -> None:
-    """Four chunks come in two reads of half a second here; computing them takes less."""
+    """Four chunks come in two reads, one after the other, of 1.5 s each then; computing them takes less."""
     asked = prompt(1100)
     before = engine.stored()
     expected = engine.tokens(asked)
@@ -73,7 +79,7 @@ def test_a_slow_tier_is_not_loaded_from_until_it_is_fast_again(
         return found
 
     assert cached() == 1024
-    daemon.slow(0.5)
+    daemon.slow(1.5)
     wait_until(lambda: cached() == 0, "the slow tier is declined")
     assert cached() == 0
     assert engine.counts()["vllm:kvfs_not_worth_it"] > 0
