@@ -209,7 +209,7 @@ class Limits:
             victims.append(victim)
         for victim in victims:
             self._residency.counters.evictions_quota += 1
-            self._residency.discard(victim, "evict", erases=True)  # its extent may be free for long
+            self._residency.discard(victim, "evict")
 
     def _in_order(self, table: ChunkTable) -> Iterator[Chunk]:
         """The chunks of a namespace that are not held, in its tier's order of eviction, or by last use if they are few."""

@@ -41,7 +41,6 @@ Change = Literal["published", "removed", "moved"]
 Observer = Callable[[Change, Chunk, PrefixDirectory[Chunk] | None], None]
 NameObserver = Callable[[ChunkTable, Renamed[Chunk]], None]
 _VICTIMS_AT_ONCE = 64
-_ERASED = frozenset({"rm", "expire"})
 
 
 class Residency:
@@ -83,7 +82,6 @@ class Residency:
         self.num_leases = 0
         self.over_quota: set[ChunkTable] = set()
         self.on_last_lease: Callable[[ChunkTable], None] = lambda _: None
-        self._to_erase: set[Chunk] = set()  # removed, and still with bytes
         self._unfinished: dict[Chunk, list[int]] = {}
 
     # leases
@@ -143,15 +141,10 @@ class Residency:
             for observer in self.name_observers:
                 observer(table, renamed)
 
-    def discard(self, chunk: Chunk, why: str, *, erases: bool = False) -> None:
-        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable.
-
-        With `erases`, and where a person wants it gone, a scan of the volume does not find it again.
-        """
+    def discard(self, chunk: Chunk, why: str) -> None:
+        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable."""
         if chunk.is_removed:
             return
-        if erases or why in _ERASED:
-            self._to_erase.add(chunk)
         if chunk.position == 0 or chunk.parent in chunk.table.chunks:
             self._demote_descendants(chunk)  # else that was done when its parent went
         if self.commits is not None:  # also for a dirty one: its row may be on its way
@@ -210,13 +203,11 @@ class Residency:
         extent = self.nvme.forget(chunk) if self.nvme is not None else None
         if extent is not None:
             self.free_on_nvme(chunk, extent[0])
-        self._to_erase.discard(chunk)
 
     def free_on_nvme(self, chunk: Chunk, offset: int) -> None:
         """Free an extent of the volume that held a chunk which was removed, when no row can name it any more."""
         if self.commits is not None:
-            erase = self.eraser.put if self.eraser is not None and chunk in self._to_erase else None
-            self.commits.free_later(offset, chunk.length, erase)
+            self.commits.free_later(offset, chunk.length, self.eraser.put if self.eraser is not None else None)
 
     def arrived(self, policy: Policy[Chunk], chunks: Collection[Chunk]) -> None:
         """Chunks came into the tier of this policy: what they were built on was used too, so that leaves go first."""
@@ -289,6 +280,8 @@ class Residency:
                     if not self._make_room_on_nvme(chunk, frozenset(chunks)):
                         return offsets
                     await self.settle()
+                    if self.eraser is not None:
+                        await self.eraser.free()
                 offsets.append(NOWHERE if offset is None else offset)
         except UnavailableError:
             for chunk, offset in zip(chunks, offsets, strict=False):
