@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from kvfs.admission import Rule
 from kvfs.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -101,6 +102,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         huge_pages: "auto" takes huge pages where the system has them, "never" takes 4 KiB pages.
         window_bytes: most memory that one session may use to hand over chunks ("window").
         io_threads: threads that read and write the volume.
+        admission: "always" writes every chunk to NVMe, "second-use" only what was used again.
+        write_budget_bytes: most that is written to NVMe a day (UTC), None for no bound ("write_budget").
         log_level, log_file: what is logged, and where if not to stderr.
 
     Raises ConfigError when built with values that are out of range or contradict each other.
@@ -116,6 +119,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     huge_pages: HugePages = "auto"
     window_bytes: int = 64 << 20
     io_threads: int = 4
+    admission: Rule = "always"
+    write_budget_bytes: int | None = None
     log_level: LogLevel = "info"
     log_file: str | None = None
 
@@ -141,7 +146,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         _check_range("window", self.window_bytes, 1 << 16, 1 << 40)
         if not 1 <= self.io_threads <= MAX_IO_THREADS:
             raise _Mistake("io_threads", f" is {self.io_threads}; it must lie between 1 and {MAX_IO_THREADS}")
-        for name, allowed in (("access", Access), ("huge_pages", HugePages), ("log_level", LogLevel)):
+        if self.write_budget_bytes is not None:
+            _check_range("write_budget", self.write_budget_bytes, MIN_TIER_BYTES, MAX_TIER_BYTES)
+        words = (("access", Access), ("huge_pages", HugePages), ("admission", Rule), ("log_level", LogLevel))
+        for name, allowed in words:
             if getattr(self, name) not in get_args(allowed):
                 raise _Mistake(name, f" is {getattr(self, name)!r}; it must be {_one_of(get_args(allowed))}")
         if self.log_file is not None:
@@ -161,12 +169,12 @@ class _Mistake(ConfigError):
 
 NAMES: dict[str, type[Any]] = {
     "mountpoint": str, "ram": int, "nvme": str, "socket_directory": str, "allow_other": bool, "access": str,
-    "huge_pages": str, "window": int, "io_threads": int, "log_level": str, "log_file": str,
+    "huge_pages": str, "window": int, "io_threads": int, "admission": str, "write_budget": int, "log_level": str, "log_file": str,
 }  # fmt: skip
 """Every setting as it is called in the TOML file and on the command line, with its type; sizes are int."""
 
 _PATHS = ("mountpoint", "socket_directory", "log_file")
-_SIZES = {"ram": "ram_bytes", "window": "window_bytes"}
+_SIZES = {"ram": "ram_bytes", "window": "window_bytes", "write_budget": "write_budget_bytes"}
 _KIND = {str: "a text in quotes", bool: "true or false", int: "a whole number"}
 
 
@@ -219,8 +227,11 @@ def to_toml(settings: Settings) -> str:
         f"huge_pages = {_quote(settings.huge_pages)}",
         f"window = {_quote(exact_size(settings.window_bytes))}",
         f"io_threads = {settings.io_threads}",
+        f"admission = {_quote(settings.admission)}",
         f"log_level = {_quote(settings.log_level)}",
     ]
+    if settings.write_budget_bytes is not None:
+        lines.append(f"write_budget = {_quote(exact_size(settings.write_budget_bytes))}")
     if settings.log_file is not None:
         lines.append(f"log_file = {_quote(settings.log_file)}")
     return "\n".join(lines) + "\n"

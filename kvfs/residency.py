@@ -8,7 +8,8 @@ Invariants, between any two awaits:
 * the extents of a leased chunk are neither reused nor written;
 * an extent of the volume is free only if no committed row of the index names it;
 * what is pinned, or has to stay for the sake of what is, is not evicted from the lowest tier;
-* no chunk is evicted to make room for one that is built on it.
+* no chunk is evicted to make room for one that is built on it;
+* what is kept back from NVMe is in RAM, and may be evicted from there unless it is held.
 
 Concurrency: belongs to the event loop's thread. Only `reserve_nvme` and `settle` wait; what they return is true when
 they return and must be used before the next await.
@@ -46,11 +47,16 @@ _VICTIMS_AT_ONCE = 64
 class Residency:
     """The catalog and the tiers, kept in step.
 
-    Attributes: catalog, ram, nvme (None for a RAM cache), commits (None likewise), counters, events;
-    pins: what must stay in the lowest tier; copied_in: what goes last; ghosts: what is remembered of chunks that went; num_leases: holds on all
-    chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or
-    goes; name_observers: of every prefix directory that got another name or place; over_quota: namespaces that have to
-    let go of something as soon as they can: of these `on_last_lease` is told when nobody holds a chunk any more.
+    Attributes:
+        catalog, ram, nvme and commits (None for a RAM cache), counters, events.
+        pins: what must stay in the lowest tier; copied_in: what goes last.
+        ghosts: what is remembered of chunks that went.
+        num_leases: holds on all chunks together.
+        kept_back_bytes: of chunks that admission keeps from NVMe; on_held: told of one that must not be evicted any more.
+        over_quota: namespaces that have to let go of something as soon as they can: of these `on_last_lease` is told when
+            nobody holds a chunk any more.
+        observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes.
+        name_observers: of every prefix directory that got another name or place.
     """
 
     def __init__(
@@ -83,6 +89,9 @@ class Residency:
         self.over_quota: set[ChunkTable] = set()
         self.on_last_lease: Callable[[ChunkTable], None] = lambda _: None
         self._unfinished: dict[Chunk, list[int]] = {}
+        self._kept_back: set[Chunk] = set()
+        self.kept_back_bytes = 0
+        self.on_held: Callable[[Chunk], None] = lambda _: None
 
     # leases
 
@@ -152,6 +161,7 @@ class Residency:
         self.ram.policy.remove(chunk)
         if self.nvme is not None:
             self.nvme.policy.remove(chunk)
+        self.no_longer_kept_back(chunk)
         directory = self.catalog.discard(chunk)
         self.copied_in.removed(chunk)
         if self.pins.removed(chunk) and self.commits is not None:
@@ -167,10 +177,32 @@ class Residency:
         if self.pins.is_held(chunk):
             self._longest = None
 
+    def keep_back(self, chunk: Chunk) -> None:
+        """A chunk that is in RAM only is not to be written to NVMe, for now."""
+        self._kept_back.add(chunk)
+        self.kept_back_bytes += chunk.length
+
+    def is_kept_back(self, chunk: Chunk) -> bool:
+        """Whether it may be evicted from RAM though it is nowhere else."""
+        return chunk in self._kept_back
+
+    @property
+    def num_kept_back(self) -> int:
+        """How many chunks admission keeps from NVMe."""
+        return len(self._kept_back)
+
+    def no_longer_kept_back(self, chunk: Chunk) -> None:
+        """It will be written, or it is gone; one that was not kept back is no error."""
+        if chunk in self._kept_back:
+            self._kept_back.remove(chunk)
+            self.kept_back_bytes -= chunk.length
+
     def _held_changed(self, chunk: Chunk, is_held: bool) -> None:
         self._longest = None
         if is_held:
             self._order.hold(chunk)
+            if chunk in self._kept_back:
+                self.on_held(chunk)
         else:
             self._order.let_go(chunk)
 
@@ -240,7 +272,7 @@ class Residency:
             return False
         if chunk.nvme != NOWHERE:
             return True
-        return not self.pins.is_held(chunk) and (self.nvme is None or self.nvme.is_degraded)
+        return not self.pins.is_held(chunk) and (self.nvme is None or self.nvme.is_degraded or chunk in self._kept_back)
 
     def _evict_from_ram(self, chunk: Chunk) -> None:
         self.counters.evictions_ram += 1

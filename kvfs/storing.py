@@ -1,6 +1,7 @@
 """Storing: how chunks come in, from engines that reserve room and publish, and from files that are copied in.
 
-Nothing is visible before every byte of it was verified. Both ways end in the same step, `_make_visible`.
+Nothing is visible before every byte of it has its checksum, seen here or sealed by a trusted client. Both ways end in the
+same step, `_make_visible`.
 
 Concurrency: belongs to the event loop's thread. What a reservation or a staged file holds is nobody else's until then;
 threads that receive or prove are never abandoned.
@@ -123,9 +124,9 @@ class Storing:
         before its parent would head a prefix of its own. The reservations are used up, whatever happens.
         """
         created_ns = self._system.time_ns()
-        num_bytes = sum(handed.reservation.geometry.payload_bytes for handed in chunks)
-        queue = deque(enumerate(chunks))
-        is_good = [False] * len(chunks)
+        is_good = [handed.is_at_hand and self._receive(handed, created_ns) for handed in chunks]
+        queue = deque([(index, handed) for index, handed in enumerate(chunks) if not handed.is_at_hand])
+        num_bytes = sum(handed.reservation.geometry.payload_bytes for _, handed in queue)
 
         def receive_some() -> None:
             while queue:
@@ -137,7 +138,7 @@ class Storing:
 
         with trio.CancelScope(shield=True):  # a thread that writes into the arena is never abandoned
             async with trio.open_nursery() as nursery:
-                for _ in range(min(len(chunks), int(self._copies.total_tokens), 1 + num_bytes // _BYTES_A_THREAD)):
+                for _ in range(min(len(queue), int(self._copies.total_tokens), 1 + num_bytes // _BYTES_A_THREAD)):
                     nursery.start_soon(partial(trio.to_thread.run_sync, receive_some, limiter=self._copies))
             if turn is not None:
                 await turn.wait()
@@ -146,7 +147,7 @@ class Storing:
         ]
 
     def _receive(self, handed: Handed, created_ns: int) -> bool:
-        """In a thread: whether the payload is there and good."""
+        """Whether the payload is there and good; in a thread, unless it is at hand."""
         reservation = handed.reservation
         new, geo = reservation.new, reservation.geometry
         view = self._residency.ram.view(reservation.offset, geo.file_bytes)
@@ -190,7 +191,8 @@ class Storing:
         self._residency.tell_moves(chunk.table, moves)
         self._residency.tell("published", chunk, chunk.home)
         if self._writer is not None:
-            self._writer.add(chunk)
+            is_asked_for = inode is not None or self._residency.pins.is_held(chunk)  # copied in, or pinned
+            self._writer.add(chunk, is_used=ghost is not None, is_asked_for=is_asked_for)
         return chunk
 
     def _free_reserved(self, reservation: Reservation) -> None:

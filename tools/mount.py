@@ -87,6 +87,18 @@ def mount(
         int | None,
         Flag(metavar="N", show_default=str(_DEFAULTS["io_threads"]), help="Threads that read and write the volume."),
     ] = None,
+    admission: Annotated[
+        str | None,
+        Flag(
+            metavar="always|second-use",
+            show_default=str(_DEFAULTS["admission"]),
+            help="Which chunks are written to NVMe; the rest is in RAM only, until it is used again.",
+        ),
+    ] = None,
+    write_budget: Annotated[
+        str | None,
+        Flag(metavar="SIZE", show_default="no bound", help="Most that is written to NVMe a day (UTC), such as 500GiB."),
+    ] = None,
     socket_directory: Annotated[
         str | None,
         Flag(metavar="DIR", show_default=config.default_socket_directory(), help="Where the sockets for engines lie."),
@@ -111,7 +123,7 @@ def mount(
             config_file,
             {
                 "mountpoint": mountpoint, "ram": ram, "nvme": nvme, "allow_other": allow_other,
-                "access": access, "huge_pages": huge_pages, "window": window, "io_threads": io_threads,
+                "access": access, "huge_pages": huge_pages, "window": window, "io_threads": io_threads, "admission": admission, "write_budget": write_budget,
                 "socket_directory": socket_directory, "log_level": log_level, "log_file": log_file,
             },
         )  # fmt: skip

@@ -19,13 +19,16 @@ _VICTIMS_AT_ONCE = 16
 class RamTier:
     """The arena, what is free in it, and who goes first.
 
-    Attributes: arena, extents, policy. Chunks in the policy are exactly those that are visible and have an extent.
+    Attributes:
+        arena, extents, policy: chunks in the policy are exactly those that are visible and have an extent.
+        on_drop: called with each chunk whose extent is given back.
     """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.extents = ExtentAllocator(arena.size_bytes)
         self.policy: Policy[Chunk] = LeafFirstLRU()
+        self.on_drop: list[Callable[[Chunk], None]] = []
 
     def view(self, offset: int, length: int) -> memoryview:
         """The bytes of an extent, writable."""
@@ -60,3 +63,5 @@ class RamTier:
         if chunk.ram != NOWHERE:
             self.extents.free(chunk.ram, chunk.length)
             chunk.ram = NOWHERE
+            for dropped in self.on_drop:
+                dropped(chunk)

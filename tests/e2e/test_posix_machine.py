@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from kvfs import namespace as namespaces
+from kvfs.testing import soon
 
 from .posix_machine import (
     KEY,
@@ -34,7 +35,6 @@ from .posix_machine import (
     a_path,
     a_view,
     errno_of,
-    soon,
 )
 
 a_place = st.sampled_from(["flat", "deep", "top"])
@@ -501,12 +501,13 @@ def play(engine: Any, root: Path, how: settings) -> None:
     run_state_machine_as_test(Played, settings=how)
 
 
-def test_the_mount_does_what_posix_says(mounted: Any, engine: Any) -> None:
-    """The same steps at every run, 3,000 of them. A failure is not made smaller: that would take longer than to read it."""
+@pytest.mark.parametrize("max_examples", [15, pytest.param(60, marks=pytest.mark.heavy)])
+def test_the_mount_does_what_posix_says(mounted: Any, engine: Any, max_examples: int) -> None:
+    """The same steps at every run. A failure is not made smaller: that would take longer than to read it."""
     play(
         engine,
         mounted.path,
-        settings(COMMON, max_examples=60, stateful_step_count=50, derandomize=True, phases=[Phase.generate]),
+        settings(COMMON, max_examples=max_examples, stateful_step_count=50, derandomize=True, phases=[Phase.generate]),
     )
 
 

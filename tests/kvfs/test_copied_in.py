@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvfs.catalog import ChunkTable
+from kvfs.catalog import NOWHERE, ChunkTable
 from kvfs.chunk import Facts, build_header, geometry
 from kvfs.copied_in import QUIET_S
 from kvfs.errors import CapacityError
@@ -156,3 +156,13 @@ async def test_a_volume_smaller_than_a_chain_keeps_its_beginning(tmp_path: Path)
         left = stored(table, chain)
         assert left == list(range(len(left)))
         assert len(left) >= 12
+
+
+async def test_what_is_copied_in_is_written_though_nobody_has_used_it(tmp_path: Path) -> None:
+    """A person wants it kept: the admission rule for what engines store does not hold for it."""
+    async with open_table(tmp_path, NS, admission="second-use") as (store, table):
+        chain = chain_of(NS, 2)
+        assert await copy_in(store, table, chain, 0)
+        assert await store.flush()
+        assert table.chunks[chain.keys[0]].nvme != NOWHERE
+        assert store.statistics().num_kept_back == 0

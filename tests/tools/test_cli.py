@@ -44,7 +44,7 @@ def test_help_names_the_commands() -> None:
     assert all(f" {command} " in result.stdout for command in ("mount", "umount", "status", "ls", "rm", "verify"))
 
 
-@pytest.mark.parametrize("background", [[], ["--background"]])
+@pytest.mark.parametrize("background", [[], pytest.param(["--background"], marks=pytest.mark.heavy)])
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -102,7 +102,7 @@ def test_help_shows_every_setting_and_its_default() -> None:
     assert all(f"({default})" in text for default in ("64MiB", "4", "auto", "info", "isolated", "no-allow-other"))
 
 
-@pytest.mark.parametrize("background", [[], ["--background"]])
+@pytest.mark.parametrize("background", [[], pytest.param(["--background"], marks=pytest.mark.heavy)])
 @pytest.mark.parametrize(
     ("place", "said"),
     [
@@ -233,5 +233,4 @@ def test_an_empty_argument_means_nothing(arguments: list[str], capsys: pytest.Ca
 
 
 def test_no_command_is_without_that_check() -> None:
-    names = {command.name for command in commands.app.registered_commands}
-    assert names == {arguments[0] for arguments in EMPTY}
+    assert set(commands.COMMANDS) == {arguments[0] for arguments in EMPTY}

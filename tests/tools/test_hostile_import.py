@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from kvfs.testing import DEADLINE_S
 from kvfs.tools.copying import MAX_NAMED, MAX_PATH, Copied
 
-from .conftest import DEADLINE_S, KVFS, NAMESPACE, Mount, kvfs, store
+from .conftest import KVFS, NAMESPACE, Mount, kvfs, store
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 NAME = NAMESPACE.directory
@@ -29,7 +30,7 @@ TITLE = "\x1b]0;owned\x07"
 def target(mount: Mount) -> Iterator[Mount]:
     mount.start()
     yield mount
-    assert kvfs("umount", mount.path, timeout_s=60).returncode == 0
+    assert kvfs("umount", mount.path).returncode == 0
 
 
 def archive(path: Path, members: dict[str, bytes], **headers: str) -> Path:
