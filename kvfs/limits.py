@@ -171,7 +171,9 @@ class Limits:
         """Whether something that is not on NVMe yet may go for a chunk that is copied in to this position."""
         residency = self._residency
         return residency.nvme is not None and any(
-            chunk.is_dirty and residency.copied_in.may_go_for(chunk, position) and not residency.pins.is_held(chunk)
+            chunk.is_dirty
+            and residency.copied_in.may_go_for(chunk, position)
+            and not (residency.pins.is_held(chunk) or residency.is_kept_back(chunk))
             for chunk in table.chunks.values()
         )
 
@@ -212,7 +214,15 @@ class Limits:
             self._residency.discard(victim, "evict")
 
     def _in_order(self, table: ChunkTable) -> Iterator[Chunk]:
-        """The chunks of a namespace that are not held, in its tier's order of eviction, or by last use if they are few."""
+        """The chunks of a namespace that may go, those first that admission keeps from NVMe: nobody has used them twice."""
+        residency = self._residency
+        if not residency.num_kept_back:
+            return self._in_lowest(table)
+        kept_back = residency.ram.policy.victims(lambda chunk: chunk.table is table and residency.is_kept_back(chunk))
+        return itertools.chain(kept_back, self._in_lowest(table))
+
+    def _in_lowest(self, table: ChunkTable) -> Iterator[Chunk]:
+        """Those in the lowest tier that are not held, in its order of eviction, or by last use if they are few."""
         residency = self._residency
         order = residency.lowest.policy
         if len(table.chunks) * _SMALL_SHARE >= len(order):
