@@ -238,7 +238,8 @@ class SchedulerSide:
         self._give_back(before)
         log.debug("request %s: %d of %d chunks are stored", tracked.request.request_id, found, len(chains))
         tracked.num_found = found
-        tracked.tiers = bytes(max(tiers) for tiers in zip(*(lease.tiers[:found] for lease in leases), strict=True))
+        tiers = [lease.tiers[:found] for lease in leases]
+        tracked.tiers = tiers[0] if len(tiers) == 1 else bytes(map(max, *tiers))
         tracked.num_handled = max(tracked.num_handled, found)
         if found and self.num_leased < MAX_LEASED_REQUESTS:
             tracked.leases = leases

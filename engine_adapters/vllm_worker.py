@@ -12,6 +12,7 @@ from collections import Counter
 from kvfs.client import Client
 from kvfs.engine_adapters.keeping import Keeping
 from kvfs.engine_adapters.populating import Populating
+from kvfs.engine_adapters.spare_cores import spare_cores
 from kvfs.engine_adapters.vllm_blocks import HostBlocks, KvBlocks
 from kvfs.engine_adapters.vllm_loads import BlockLoad, BlockLoader
 from kvfs.engine_adapters.vllm_namespace import WorkerKv
@@ -26,6 +27,9 @@ STORE_DEADLINE_S = 5.0
 IDLE_WAIT_S = 0.003
 """vLLM steps without a pause while a load or a store has not ended, and takes the cores that these need: 50 steps in the
 80 ms of a load. A step that computes nothing waits for so long, which is all that a new request loses by it."""
+
+IDLE_WAIT_ONE_CORE_S = 0.01
+"""The same where all beside the model has one core, which the steps then take from the load."""
 
 MAX_HELD_SHARE = 4
 """At most a quarter of the blocks may be waiting to be copied out."""
@@ -56,7 +60,9 @@ class WorkerSide:
         self._step_loader = BlockLoader(self._clients[1], blocks)
         self._store = BlockStore(self._clients[2], blocks, max(1, num_chunks // MAX_HELD_SHARE))
         self._populating = Populating(_host_memory(kv))
+        self._idle_wait_s = IDLE_WAIT_S if len(spare_cores()) > 1 else IDLE_WAIT_ONE_CORE_S
         self._in_step: list[BlockLoad] = []
+        self._waiting_layers: set[int] = set()  # that were seen to wait for their KV, in whatever step
         self._held: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._received: set[str] = set()
@@ -98,11 +104,15 @@ class WorkerSide:
             self._in_step.append(self._step_loader.begin(transfer, is_async=False))
         for transfer in orders.loads:
             self._loader.begin(transfer, is_async=True)
+        if len(self._waiting_layers) < len(self.kv.layer_numbers):  # as far as is known nobody would wait
+            for load in self._in_step:
+                load.wait_for_end()
 
     def wait_for_layer(self, layer_name: str) -> None:
         """The forward pass is about to look at a layer."""
-        number = self.kv.layer_numbers.get(layer_name) if self._in_step else None
+        number = self.kv.layer_numbers.get(layer_name)
         if number is not None:
+            self._waiting_layers.add(number)
             for load in self._in_step:
                 self._blocks.wait(load.wait_for(number))
 
@@ -117,8 +127,8 @@ class WorkerSide:
         if self.kv.is_storing and not (in_step and self._failed_blocks):
             for transfer in orders.stores:
                 self._store.begin(transfer)
-        if orders.is_idle and not self._loader.wait_a_moment(IDLE_WAIT_S) and self._has_held():
-            self._store.wait_a_moment(IDLE_WAIT_S)
+        if orders.is_idle and not self._loader.wait_a_moment(self._idle_wait_s) and self._has_held():
+            self._store.wait_a_moment(self._idle_wait_s)
         if orders.is_timed:
             self._report.number = orders.number
 

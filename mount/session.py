@@ -47,6 +47,7 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONN
 _ACCEPT_AGAIN_S = 0.1
 _TURN_S = 0.0005  # after which others go on. While threads take checksums each turn given away costs up to 0.2 ms
 _leases = itertools.count(1)
+_RAM, _NVME = int(m.Tier.RAM), int(m.Tier.NVME)
 
 
 class Sessions:
@@ -268,7 +269,7 @@ class Session:
 
     async def _match(self, request: m.Match) -> None:
         chunks = self._store.match(self._attached, split(request.keys))
-        tiers = bytes([chunk.tier for chunk in chunks])
+        tiers = bytes([_RAM if chunk.ram != NOWHERE else _NVME for chunk in chunks])  # each is in one of them
         await self._send(m.Matched(request.id, len(chunks), self._hold(chunks), tiers))
 
     def _prefetch(self, request: m.Prefetch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,6 +77,22 @@ def test_a_chunk_is_loaded_from_where_the_local_blocks_end(engines: Any, load_as
     assert engine.run(request, OTHER_IDS, num_local) == 4 * CHUNK - num_local
     assert (engine.tensors[0][1][mark] == 255).all()
     assert engine.wrong_tokens(request, len(TOKENS)) == list(range(num_local - BLOCK, num_local))
+
+
+def test_a_step_whose_layers_do_not_wait_has_its_kv_before_it_begins(engines: Any) -> None:
+    """A compiled model might leave the hook out: until every layer was seen to call it, the step begins with the KV."""
+    fill(engines())
+    engine = engines(load_async=False)
+    engine.wait_for_layers = False
+    request = request_of(TOKENS)
+    running = threading.Thread(target=engine.run, args=(request, OTHER_IDS))
+    with engine.pausing(rank=0):
+        running.start()
+        running.join(0.3)
+        assert running.is_alive()
+    running.join()
+    assert not engine.wrong_at_begin
+    assert not engine.wrong_tokens(request, len(TOKENS))
 
 
 def test_a_prompt_that_is_stored_whole(engines: Any) -> None:

@@ -86,6 +86,8 @@ class StandIn:
         tensors: of each rank and layer.
         sent: requests whose stores every rank has copied; of a rank alone: `sending`.
         received: requests whose load every rank ended with the last step; of a rank alone: `receiving`.
+        wait_for_layers: whether the forward pass calls the hook for each layer.
+        wrong_at_begin: positions to be loaded inside a step that were wrong when its forward pass began.
         seconds_per_token: how long the forward pass takes at least.
     """
 
@@ -116,6 +118,8 @@ class StandIn:
         self.sending, self.receiving = Agreement(num_ranks), Agreement(num_ranks)
         self.failed: set[int] = set()
         self.seconds_per_token = 0.0
+        self.wait_for_layers = True
+        self.wrong_at_begin: list[int] = []
 
     def close(self) -> None:
         for side in [*self.workers, self.scheduler]:
@@ -162,10 +166,13 @@ class StandIn:
         if orders.loads_in_step:
             for worker in self.workers:
                 worker.begin_loads(orders)
-                for layer in range(LAYERS):
-                    worker.wait_for_layer(f"layer {layer}")
+                if self.wait_for_layers:
+                    for layer in range(LAYERS):
+                        worker.wait_for_layer(f"layer {layer}")
         for request_id, num_tokens in scheduled.items():
             request = self._computing[request_id]
+            if not self.wait_for_layers and not self.failed:
+                self.wrong_at_begin += self.wrong_tokens(request, request.num_computed_tokens)
             self.compute(request, request.num_computed_tokens, num_tokens)
             request.num_computed_tokens += num_tokens
         reports = []

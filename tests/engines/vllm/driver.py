@@ -7,8 +7,7 @@ commands, answers, log. The answer is the number of the engine's process, a sess
 is answered when all processes of that engine are gone. The engine takes commands, one JSON line each: they name methods of
 `Driver`; their arguments are the other members of the line.
 
-The import takes ten seconds, and vLLM would start two more processes for an engine that do the same; so these are forked
-here, as vLLM itself does where it finds a GPU, and not spawned.
+The import takes ten seconds. The processes that an engine starts are forked as well, see `vllm_python` in conftest.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import contextlib
 import ctypes
 import importlib
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -213,8 +211,6 @@ def main() -> None:
     """Entry point."""
     for module in IMPORTED:
         importlib.import_module(module)
-    context_of = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: context_of("fork" if method == "spawn" else method)  # type: ignore[assignment, arg-type]
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
     Sources(socket.socket(fileno=int(sys.argv[1]))).serve()

@@ -125,6 +125,7 @@ def test_the_daemon_is_killed_and_restarted_under_load(
     assert max(answer["done"] - answer["asked"] for answer in answers) < 3.0
     assert any(killed < answer["done"] < back for answer in answers), "nothing was answered without a daemon"
     hits = [answer["done"] for answer in answers if answer["asked"] > killed and answer["cached"] >= 512]
+    print(f"hits again {min(hits) - back:.2f} s after the daemon")
     assert min(hits) - back < 2.0
 
 
