@@ -141,6 +141,12 @@ def remarks(found: Result) -> list[str]:
     ]
     if alone:
         lines.append(CLAIMED)
+    lines += [
+        f"{each.run}, pass {each.number}: {each.daemon['promotions']} chunks were read from NVMe, of which "
+        f"{each.daemon.get('prefetches_useful', 0)} were in RAM before they were asked for"
+        for each in found.passes
+        if each.daemon.get("promotions")
+    ]
     lines += [f"[bold]{line}[/bold]" for line in complaints(found)]
     lines.append(f"kvfs {found.kvfs}, {found.platform}")
     return lines
