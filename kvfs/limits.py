@@ -205,6 +205,8 @@ class Limits:
         for victim in self._in_order(table):
             if freed >= wanted or (freed >= needed and self._residency.copied_in.depth(victim) is not None):
                 break
+            if not may_go(victim) and self._residency.copied_in.depth(victim) is not None:
+                break  # the copy itself is less worthy than all that follows
             if victim.leases or not may_go(victim):
                 continue
             freed += victim.length
@@ -235,9 +237,9 @@ class Limits:
         ]  # fmt: skip
         few.sort(key=lambda chunk: (needed_ns.get(chunk, chunk.last_used_ns), -chunk.position))
         copied_in = self._residency.copied_in
-        late = [chunk for chunk in few if copied_in.depth(chunk) is not None]
-        late.sort(key=lambda chunk: -chunk.position)
-        return itertools.chain((chunk for chunk in few if copied_in.depth(chunk) is None), late)
+        copied = [chunk for chunk in few if copied_in.depth(chunk) is not None]
+        deepest = iter(sorted(copied, key=lambda chunk: -chunk.position))
+        return (chunk if copied_in.depth(chunk) is None else next(deepest) for chunk in few)
 
     # ages
 

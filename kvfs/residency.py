@@ -18,7 +18,7 @@ they return and must be used before the next await.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -49,7 +49,7 @@ class Residency:
 
     Attributes:
         catalog, ram, nvme and commits (None for a RAM cache), counters, events.
-        pins: what must stay in the lowest tier; copied_in: what goes last.
+        pins: what must stay in the lowest tier; copied_in: what goes in an order of its own.
         ghosts: what is remembered of chunks that went.
         num_leases: holds on all chunks together.
         kept_back_bytes: of chunks that admission keeps from NVMe; on_held: told of one that must not be evicted any more.
@@ -79,7 +79,12 @@ class Residency:
         self.copied_in = CopiedIn(system.monotonic)
         self.lowest = nvme or ram  # from which nothing comes back
         self._longest: int | None = None  # see `_longest_gap`; None: not known
-        self._order: Holding[Chunk] = Holding(self.lowest.policy, self.pins.is_held, self.copied_in.depth)
+        self._order: Holding[Chunk] = Holding(
+            self.lowest.policy,
+            self.pins.is_held,
+            lambda chunk: self.copied_in.depth(chunk) is not None,
+            self._deepest_copied,
+        )
         self.lowest.policy = self._order
         self.observers: list[Observer] = []
         self.eraser = Eraser(nvme, counters) if nvme is not None else None
@@ -196,6 +201,13 @@ class Residency:
         if chunk in self._kept_back:
             self._kept_back.remove(chunk)
             self.kept_back_bytes -= chunk.length
+
+    def _deepest_copied(self) -> Iterator[Chunk]:
+        """What copies have brought that may leave the lowest tier, the deepest first."""
+        is_ram = self.nvme is None
+        for chunk in self.copied_in.deepest_first():
+            if (chunk.ram if is_ram else chunk.nvme) != NOWHERE and not self.pins.is_held(chunk):
+                yield chunk
 
     def _held_changed(self, chunk: Chunk, is_held: bool) -> None:
         self._longest = None
@@ -333,22 +345,23 @@ class Residency:
         if chunk.length > self._longest_gap():
             return False
         prefix = frozenset(chunk.prefix())
-        is_copied = self.copied_in.depth(chunk) is not None
-        is_reachable = is_copied or not chunk.position or chunk.parent in chunk.table.chunks
+        is_held = self.pins.is_held(chunk)
+        is_copied = self.copied_in.depth(chunk) is not None and not is_held
+        is_wanted = is_held or is_copied or not chunk.position or chunk.parent in chunk.table.chunks
 
         def may_go(victim: Chunk) -> bool:
             if victim.leases or victim in prefix:
                 return False
             return not is_copied or self.copied_in.may_go_for(victim, chunk.position)
 
-        victims = list(islice(self.nvme.policy.victims(may_go), _VICTIMS_AT_ONCE)) if is_reachable else []
+        victims = list(islice(self.nvme.policy.victims(may_go), _VICTIMS_AT_ONCE)) if is_wanted else []
         are_last = not victims or self.copied_in.depth(victims[0]) is not None
         if is_copied and are_last and self.copied_in.is_writing_deeper(chunk, group):
             return False
         if victims:
             self._evict_from_nvme(victims, chunk.length)
             return True
-        if self.pins.is_held(chunk) or not any(self.nvme.policy.victims(lambda victim: not victim.leases)):
+        if is_held or not any(self.nvme.policy.victims(lambda victim: not victim.leases)):
             return False
         for orphan in [each for each in chunk.table.prefixes.descendants(chunk) if each.is_dirty]:
             self._lost_room(orphan)
