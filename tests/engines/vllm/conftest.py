@@ -53,7 +53,15 @@ def find_vllm() -> str | None:
 FORKING = """
 import multiprocessing
 context_of = multiprocessing.get_context
-multiprocessing.get_context = lambda method=None: context_of("fork" if method == "spawn" else method)
+
+def get_context(method=None):
+    if method == "spawn":
+        from multiprocessing import resource_tracker
+        resource_tracker.ensure_running()  # as spawning does: it removes shared memory of children that were killed
+        method = "fork"
+    return context_of(method)
+
+multiprocessing.get_context = get_context
 """
 """Run at the start of every Python with vLLM. vLLM spawns an engine's two further processes on the CPU, each of which would
 import it anew, in ten seconds; these are forked, as vLLM does by default where there is a GPU."""
