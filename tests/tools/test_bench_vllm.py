@@ -266,7 +266,7 @@ def found(model: Path) -> report.Result:
         make_pass("ram", 1, [1000.0, 1400.0], 3.0, computed=500, engine=500, ram=1000, connector=connector),
         make_pass("ram_nvme", 1, [900.0, 1100.0], 2.0, computed=500, nvme=1500),
         make_pass(
-            "restarted", 1, [600.0, 600.0], 1.0, {"promotions": 8, "prefetches_useful": 5}, computed=100, nvme=1900
+            "restarted", 1, [600.0, 600.0], 1.0, {"promotions": 8, "prefetches_useful": 5}, computed=100, nvme=101_900
         ),
         make_pass("ceiling", 1, [900.0, 900.0], 2.0, computed=500, engine=1500),
     ]
@@ -289,6 +289,7 @@ def test_tables_have_a_line_for_each_pass_and_fit_on_a_terminal(found: report.Re
     assert times == ["1,200", "1,200", "1,396", "1,300", "1,300", "1,496", "667"]
     assert comparison == ["1.33", "0.67", "0.30", "2.67", "0.5k", "0.5k", "1.0k", "·"]
     assert sum(line.split()[0] in runs.MEANING for line in lines if line.split()) == 2 * 5
+    assert any(line.rstrip().endswith(" 101k") for line in lines)
     assert "…" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 

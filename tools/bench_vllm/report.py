@@ -116,7 +116,9 @@ def _both(ratio: Ratio | None) -> tuple[str, str]:
 
 def _thousands(each: Pass, name: str) -> str:
     tokens: int = getattr(each.counts, name)
-    return f"{tokens / 1000:,.1f}k" if tokens else "·"
+    if not tokens:
+        return "·"
+    return f"{tokens / 1000:.1f}k" if tokens < 10_000 else f"{tokens // 1000:,}k"
 
 
 def remarks(found: Result) -> list[str]:
