@@ -171,7 +171,9 @@ class Limits:
         """Whether something that is not on NVMe yet may go for a chunk that is copied in to this position."""
         residency = self._residency
         return residency.nvme is not None and any(
-            chunk.is_dirty and residency.copied_in.may_go_for(chunk, position) and not residency.pins.is_held(chunk)
+            chunk.is_dirty
+            and residency.copied_in.may_go_for(chunk, position)
+            and not (residency.pins.is_held(chunk) or residency.is_kept_back(chunk))
             for chunk in table.chunks.values()
         )
 
@@ -203,16 +205,26 @@ class Limits:
         for victim in self._in_order(table):
             if freed >= wanted or (freed >= needed and self._residency.copied_in.depth(victim) is not None):
                 break
+            if not may_go(victim) and self._residency.copied_in.depth(victim) is not None:
+                break  # the copy itself is less worthy than all that follows
             if victim.leases or not may_go(victim):
                 continue
             freed += victim.length
             victims.append(victim)
         for victim in victims:
             self._residency.counters.evictions_quota += 1
-            self._residency.discard(victim, "evict", erases=True)  # its extent may be free for long
+            self._residency.discard(victim, "evict")
 
     def _in_order(self, table: ChunkTable) -> Iterator[Chunk]:
-        """The chunks of a namespace that are not held, in its tier's order of eviction, or by last use if they are few."""
+        """The chunks of a namespace that may go, those first that admission keeps from NVMe: nobody has used them twice."""
+        residency = self._residency
+        if not residency.num_kept_back:
+            return self._in_lowest(table)
+        kept_back = residency.ram.policy.victims(lambda chunk: chunk.table is table and residency.is_kept_back(chunk))
+        return itertools.chain(kept_back, self._in_lowest(table))
+
+    def _in_lowest(self, table: ChunkTable) -> Iterator[Chunk]:
+        """Those in the lowest tier that are not held, in its order of eviction, or by last use if they are few."""
         residency = self._residency
         order = residency.lowest.policy
         if len(table.chunks) * _SMALL_SHARE >= len(order):
@@ -225,9 +237,9 @@ class Limits:
         ]  # fmt: skip
         few.sort(key=lambda chunk: (needed_ns.get(chunk, chunk.last_used_ns), -chunk.position))
         copied_in = self._residency.copied_in
-        late = [chunk for chunk in few if copied_in.depth(chunk) is not None]
-        late.sort(key=lambda chunk: -chunk.position)
-        return itertools.chain((chunk for chunk in few if copied_in.depth(chunk) is None), late)
+        copied = [chunk for chunk in few if copied_in.depth(chunk) is not None]
+        deepest = iter(sorted(copied, key=lambda chunk: -chunk.position))
+        return (chunk if copied_in.depth(chunk) is None else next(deepest) for chunk in few)
 
     # ages
 

@@ -18,7 +18,7 @@ they return and must be used before the next await.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from typing import Literal
 
@@ -42,7 +42,6 @@ Change = Literal["published", "removed", "moved"]
 Observer = Callable[[Change, Chunk, PrefixDirectory[Chunk] | None], None]
 NameObserver = Callable[[ChunkTable, Renamed[Chunk]], None]
 _VICTIMS_AT_ONCE = 64
-_ERASED = frozenset({"rm", "expire"})
 
 
 class Residency:
@@ -50,7 +49,7 @@ class Residency:
 
     Attributes:
         catalog, ram, nvme and commits (None for a RAM cache), counters, events.
-        pins: what must stay in the lowest tier; copied_in: what goes last.
+        pins: what must stay in the lowest tier; copied_in: what goes in an order of its own.
         ghosts: what is remembered of chunks that went.
         num_leases: holds on all chunks together.
         kept_back_bytes: of chunks that admission keeps from NVMe; on_held: told of one that must not be evicted any more.
@@ -80,7 +79,12 @@ class Residency:
         self.copied_in = CopiedIn(system.monotonic)
         self.lowest = nvme or ram  # from which nothing comes back
         self._longest: int | None = None  # see `_longest_gap`; None: not known
-        self._order: Holding[Chunk] = Holding(self.lowest.policy, self.pins.is_held, self.copied_in.depth)
+        self._order: Holding[Chunk] = Holding(
+            self.lowest.policy,
+            self.pins.is_held,
+            lambda chunk: self.copied_in.depth(chunk) is not None,
+            self._deepest_copied,
+        )
         self.lowest.policy = self._order
         self.observers: list[Observer] = []
         self.eraser = Eraser(nvme, counters) if nvme is not None else None
@@ -89,7 +93,6 @@ class Residency:
         self.num_leases = 0
         self.over_quota: set[ChunkTable] = set()
         self.on_last_lease: Callable[[ChunkTable], None] = lambda _: None
-        self._to_erase: set[Chunk] = set()  # removed, and still with bytes
         self._unfinished: dict[Chunk, list[int]] = {}
         self._kept_back: set[Chunk] = set()
         self.kept_back_bytes = 0
@@ -152,15 +155,10 @@ class Residency:
             for observer in self.name_observers:
                 observer(table, renamed)
 
-    def discard(self, chunk: Chunk, why: str, *, erases: bool = False) -> None:
-        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable.
-
-        With `erases`, and where a person wants it gone, a scan of the volume does not find it again.
-        """
+    def discard(self, chunk: Chunk, why: str) -> None:
+        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable."""
         if chunk.is_removed:
             return
-        if erases or why in _ERASED:
-            self._to_erase.add(chunk)
         if chunk.position == 0 or chunk.parent in chunk.table.chunks:
             self._demote_descendants(chunk)  # else that was done when its parent went
         if self.commits is not None:  # also for a dirty one: its row may be on its way
@@ -204,6 +202,13 @@ class Residency:
             self._kept_back.remove(chunk)
             self.kept_back_bytes -= chunk.length
 
+    def _deepest_copied(self) -> Iterator[Chunk]:
+        """What copies have brought that may leave the lowest tier, the deepest first."""
+        is_ram = self.nvme is None
+        for chunk in self.copied_in.deepest_first():
+            if (chunk.ram if is_ram else chunk.nvme) != NOWHERE and not self.pins.is_held(chunk):
+                yield chunk
+
     def _held_changed(self, chunk: Chunk, is_held: bool) -> None:
         self._longest = None
         if is_held:
@@ -242,13 +247,11 @@ class Residency:
         extent = self.nvme.forget(chunk) if self.nvme is not None else None
         if extent is not None:
             self.free_on_nvme(chunk, extent[0])
-        self._to_erase.discard(chunk)
 
     def free_on_nvme(self, chunk: Chunk, offset: int) -> None:
         """Free an extent of the volume that held a chunk which was removed, when no row can name it any more."""
         if self.commits is not None:
-            erase = self.eraser.put if self.eraser is not None and chunk in self._to_erase else None
-            self.commits.free_later(offset, chunk.length, erase)
+            self.commits.free_later(offset, chunk.length, self.eraser.put if self.eraser is not None else None)
 
     def arrived(self, policy: Policy[Chunk], chunks: Collection[Chunk]) -> None:
         """Chunks came into the tier of this policy: what they were built on was used too, so that leaves go first."""
@@ -321,6 +324,8 @@ class Residency:
                     if not self._make_room_on_nvme(chunk, frozenset(chunks)):
                         return offsets
                     await self.settle()
+                    if self.eraser is not None:
+                        await self.eraser.free()
                 offsets.append(NOWHERE if offset is None else offset)
         except UnavailableError:
             for chunk, offset in zip(chunks, offsets, strict=False):
@@ -340,22 +345,23 @@ class Residency:
         if chunk.length > self._longest_gap():
             return False
         prefix = frozenset(chunk.prefix())
-        is_copied = self.copied_in.depth(chunk) is not None
-        is_reachable = is_copied or not chunk.position or chunk.parent in chunk.table.chunks
+        is_held = self.pins.is_held(chunk)
+        is_copied = self.copied_in.depth(chunk) is not None and not is_held
+        is_wanted = is_held or is_copied or not chunk.position or chunk.parent in chunk.table.chunks
 
         def may_go(victim: Chunk) -> bool:
             if victim.leases or victim in prefix:
                 return False
             return not is_copied or self.copied_in.may_go_for(victim, chunk.position)
 
-        victims = list(islice(self.nvme.policy.victims(may_go), _VICTIMS_AT_ONCE)) if is_reachable else []
+        victims = list(islice(self.nvme.policy.victims(may_go), _VICTIMS_AT_ONCE)) if is_wanted else []
         are_last = not victims or self.copied_in.depth(victims[0]) is not None
         if is_copied and are_last and self.copied_in.is_writing_deeper(chunk, group):
             return False
         if victims:
             self._evict_from_nvme(victims, chunk.length)
             return True
-        if self.pins.is_held(chunk) or not any(self.nvme.policy.victims(lambda victim: not victim.leases)):
+        if is_held or not any(self.nvme.policy.victims(lambda victim: not victim.leases)):
             return False
         for orphan in [each for each in chunk.table.prefixes.descendants(chunk) if each.is_dirty]:
             self._lost_room(orphan)

@@ -25,6 +25,7 @@ from kvfs.keys import KEY_BYTES, Key
 from kvfs.mount.errnos import Refused
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations
+from kvfs.mount.nodes import MAX_NAME_BYTES, Fixed, Node, Role
 from kvfs.mount.proof import Proof
 from kvfs.mount.staged_names import (
     MAX_ALIASES,
@@ -36,7 +37,7 @@ from kvfs.mount.staged_names import (
     Home,
     StagedFile,
 )
-from kvfs.mount.tree import MAX_NAME_BYTES, Fixed, Node, Role, Tree
+from kvfs.mount.tree import Tree
 from kvfs.namespace import MAX_NAMESPACE_JSON_BYTES
 from kvfs.prefixes import PrefixDirectory
 from kvfs.staging import MAX_FILE_BYTES, MAX_TIME_NS

@@ -48,9 +48,10 @@ from kvfs.mount.copying_in import CopyingIn
 from kvfs.mount.errnos import Faults
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations, Place
+from kvfs.mount.nodes import SECTOR_BYTES, TIMEOUT_S, Fixed, Node, Role, is_directory, is_growing
 from kvfs.mount.staged_names import DraftDirectory, StagedFile
 from kvfs.mount.tier_work import TierWork
-from kvfs.mount.tree import SECTOR_BYTES, TIMEOUT_S, Fixed, Node, Role, Tree, is_directory, is_growing
+from kvfs.mount.tree import Tree
 from kvfs.mount.xattrs import LIMITS, PREFIX, Xattrs, check_limit, is_told_only, parse_pin
 from kvfs.prefixes import PrefixDirectory, Renamed
 from kvfs.residency import Change

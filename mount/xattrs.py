@@ -20,8 +20,8 @@ from kvfs.config import exact_size, parse_size
 from kvfs.durations import NS, exact_duration, parse_duration, rfc3339
 from kvfs.errors import UsageError
 from kvfs.mount.errnos import Refused
+from kvfs.mount.nodes import Fixed, Node, Role
 from kvfs.mount.staged_names import StagedFile, StagedNames
-from kvfs.mount.tree import Fixed, Node, Role
 from kvfs.pins import FOREVER
 from kvfs.prefixes import PrefixDirectory
 from kvfs.store import Store

@@ -28,7 +28,6 @@ from kvfs.tools.copying import (
     STREAM,
     Copied,
     Pipe,
-    Refused,
     StoppedError,
     is_tar,
     read_file,
@@ -89,7 +88,7 @@ def export(
         done.interrupted = not progress.run(path, write, "exporting", total, is_bytes=True)
     except KvfsError:
         tell_refused(done)
-        if done.chunks or done.refused:
+        if done.chunks or done.num_refused:
             typer.echo(f"kvfs: {done.sentence('exported')}, before this:", err=True)
         raise
     tell(done, "exported", as_json=as_json, is_stdout_taken=destination == STREAM)
@@ -164,7 +163,7 @@ def _read(path: str, name: str, namespace: Namespace, file: str, done: Copied, t
         done.gone += 1
     except (OSError, CorruptChunk) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        done.refused.append(Refused(os.path.join(name, "chunks", file), f"{reason}"))
+        done.refuse(os.path.join(name, "chunks", file), f"{reason}")
     else:
         return raw
     return None

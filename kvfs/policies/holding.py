@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Generic
 
 from kvfs.policies.base import Entry, Policy
 
+_MAX_LOOKED_AT = 64
+
 
 class Holding(Generic[Entry]):
-    """Another policy's order, without the entries that are held, and with some that go last.
+    """Another policy's order, without the entries that are held, and with some that go in an order of their own.
 
     Invariant: an entry of the tier is either in the order or among the held ones. `is_held` says of a new one which;
-    later the caller says so by `hold` and `let_go`. `depth` says of an entry, whenever victims are looked for, whether
-    it goes after all others, the deepest first; None: when its turn comes.
+    later the caller says so by `hold` and `let_go`. `is_grouped` says of an entry, whenever victims are looked for, that
+    at its turn the first of `group` goes that may: of what belongs together the least worthy. Where that is none of the
+    first few, nothing goes that was used later.
     """
 
     def __init__(
         self,
         order: Policy[Entry],
         is_held: Callable[[Entry], bool],
-        depth: Callable[[Entry], int | None] = lambda _: None,
+        is_grouped: Callable[[Entry], bool] = lambda _: False,
+        group: Callable[[], Iterable[Entry]] = tuple,
     ) -> None:
         self._order = order
         self._is_held = is_held
-        self._depth = depth
+        self._is_grouped = is_grouped
+        self._group = group
         self._held: set[Entry] = set()
 
     def __len__(self) -> int:
@@ -68,12 +73,13 @@ class Holding(Generic[Entry]):
 
     def victims(self, may_go: Callable[[Entry], bool]) -> Iterator[Entry]:
         """See `Policy`."""
-        late: list[tuple[int, Entry]] = []
-        for entry in self._order.victims(may_go):
-            depth = self._depth(entry)
-            if depth is None:
+        group: Iterator[Entry] | None = None
+        for entry in self._order.victims(lambda entry: self._is_grouped(entry) or may_go(entry)):
+            if not self._is_grouped(entry):
                 yield entry
-            else:
-                late.append((depth, entry))
-        late.sort(key=itemgetter(0), reverse=True)
-        yield from (entry for _, entry in late)
+                continue
+            group = iter(self._group()) if group is None else group
+            found = next((other for other in islice(group, _MAX_LOOKED_AT) if may_go(other)), None)
+            if found is None:
+                return
+            yield found

@@ -39,9 +39,10 @@ from kvfs.errors import ConfigError, CorruptChunk, FormatError, KvfsError, Proto
 from kvfs.index import FILE_NAME as INDEX
 from kvfs.mount.control import ControlFiles
 from kvfs.mount.errnos import Faults
+from kvfs.mount.nodes import Fixed, is_directory
 from kvfs.mount.operations import Operations
 from kvfs.mount.session import serve_sessions
-from kvfs.mount.tree import Fixed, Tree, is_directory
+from kvfs.mount.tree import Tree
 from kvfs.opening import open_store
 from kvfs.staging import prove
 from kvfs.testing import chain_of, open_table, settings_in, socket_path, store_chain, tiny_namespace

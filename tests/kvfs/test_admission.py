@@ -141,3 +141,18 @@ async def test_a_restart_refills_no_budget(tmp_path: Path) -> None:
             assert await store.flush()
             assert [is_clean(chunk) for chunk in chunks_of(table, seed, 1)] == [bool(admitted)]
             assert store.statistics().num_kept_back == 1 - admitted
+
+
+async def test_what_is_kept_back_makes_way_for_a_quota(tmp_path: Path) -> None:
+    """Before what is on NVMe: else a namespace full of what was used once would take nothing more."""
+    async with open_table(tmp_path, NS, None, ram=8 * CHUNK_BYTES, admission="second-use") as (store, table):
+        await store.limits.set_quota(table, 4 * CHUNK_BYTES)
+        await store_chain(store, table, chain_of(NS, 1, 1))
+        use(store, chunks_of(table, 1, 1))
+        assert await store.flush()
+        for seed in range(2, 8):
+            assert await store_chain(store, table, chain_of(NS, 1, seed)) == [STORED]
+        there = [seed for seed in range(1, 8) if chain_of(NS, 1, seed).keys[0] in table.chunks]
+        assert there == [1, 5, 6, 7]
+        await store.limits.set_quota(table, 2 * CHUNK_BYTES)
+        assert [seed for seed in there if chain_of(NS, 1, seed).keys[0] in table.chunks] == [1, 7]

@@ -14,7 +14,8 @@ from kvfs.chunk import Facts, build_header, geometry
 from kvfs.copied_in import QUIET_S
 from kvfs.errors import CapacityError
 from kvfs.keys import KeyChain, key_of
-from kvfs.messages import StoreStatus
+from kvfs.messages import StoreStatus, Tier
+from kvfs.pins import FOREVER
 from kvfs.store import Store
 from kvfs.system import System
 from kvfs.testing import (
@@ -166,3 +167,28 @@ async def test_what_is_copied_in_is_written_though_nobody_has_used_it(tmp_path: 
         assert await store.flush()
         assert table.chunks[chain.keys[0]].nvme != NOWHERE
         assert store.statistics().num_kept_back == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_what_is_used_while_a_copy_is_under_way_stays(tmp_path: Path, place: str) -> None:
+    """A copy that finds no room takes none from what engines have loaded since it began; nor what is pinned of it."""
+    async with open_table(tmp_path, NS, **PLACES[place]) as (store, table):
+        if place == "quota":
+            await store.limits.set_quota(table, 15 * LENGTH)
+        hot, chain = chain_of(NS, 3, seed=1), chain_of(NS, 24)
+        await store_chain(store, table, hot)
+        assert await store.flush()
+        for position in range(20, 24):
+            assert await copy_in(store, table, chain, position)
+        pinned = table.chunks[chain.keys[23]]
+        await store.limits.pin([pinned], FOREVER)
+        for position in range(20):
+            store.touch([table.chunks[key] for key in hot.keys], [Tier.RAM] * 3)
+            await copy_in(store, table, chain, position)
+            assert await store.flush()
+        assert stored(table, hot) == [0, 1, 2]
+        left = stored(table, chain)
+        assert left[-4:] == [20, 21, 22, 23]  # the pinned one, and what leads to it
+        rest = [position for position in left if position < 19]  # 19 leads to it, too
+        assert rest == list(range(len(rest)))
+        assert len(rest) >= 7

@@ -21,8 +21,9 @@ from kvfs.mount.copying_in import MAX_AGE_S, CopyingIn
 from kvfs.mount.errnos import Refused
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations
+from kvfs.mount.nodes import Fixed, Node
 from kvfs.mount.staged_names import FRESH_S, MAX_DRAFTS, QUIET_S, StagedFile
-from kvfs.mount.tree import MAX_GONE, Fixed, Node, Tree
+from kvfs.mount.tree import MAX_GONE, Tree
 from kvfs.namespace import Namespace
 from kvfs.opening import open_store
 from kvfs.store import Store

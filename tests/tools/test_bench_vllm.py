@@ -63,9 +63,16 @@ def make_plan(model: Path, asked: Workload = DEFAULT, **changes: object) -> Plan
     return msgspec.structs.replace(plan, **changes)
 
 
-def make_pass(run: str, number: int, ttft_ms: list[float], seconds: float = 2.0, **counted: object) -> Pass:
+def make_pass(
+    run: str,
+    number: int,
+    ttft_ms: list[float],
+    seconds: float = 2.0,
+    daemon: dict[str, int] | None = None,
+    **counted: object,
+) -> Pass:
     answers = [Answer(i, 0, each, each + 100, 1000, 8) for i, each in enumerate(ttft_ms)]
-    return Pass.of(run, number, answers, PassOver(seconds, Counts(**counted)))  # type: ignore[arg-type]
+    return Pass.of(run, number, answers, PassOver(seconds, Counts(**counted)), daemon or {})  # type: ignore[arg-type]
 
 
 # the workload
@@ -156,7 +163,7 @@ def test_percentiles_lie_on_straight_lines_between_values() -> None:
 def test_a_pass_is_what_its_answers_come_to() -> None:
     """Input tokens a second count all prompt tokens over the whole pass; answers stand in the order of arrival."""
     answers = [Answer(1, 0, 30.0, 50.0, 1000, 8), Answer(0, 1, 10.0, 20.0, 1000, 8)]
-    made = Pass.of("ram", 1, answers, PassOver(4.0, Counts(ram=512)))
+    made = Pass.of("ram", 1, answers, PassOver(4.0, Counts(ram=512)), {})
     assert (made.input_tokens, made.output_tokens, made.input_tokens_s) == (2000, 16, 500.0)
     assert (made.ttft_ms.mean, made.latency_ms.mean, made.counts.ram) == (20.0, 35.0, 512)
     assert [each.number for each in made.answers] == [0, 1]
@@ -258,7 +265,9 @@ def found(model: Path) -> report.Result:
         make_pass("vllm", 1, [3000.0, 5000.0], 8.0, computed=2000),
         make_pass("ram", 1, [1000.0, 1400.0], 3.0, computed=500, engine=500, ram=1000, connector=connector),
         make_pass("ram_nvme", 1, [900.0, 1100.0], 2.0, computed=500, nvme=1500),
-        make_pass("restarted", 1, [600.0, 600.0], 1.0, computed=100, nvme=1900),
+        make_pass(
+            "restarted", 1, [600.0, 600.0], 1.0, {"promotions": 8, "prefetches_useful": 5}, computed=100, nvme=101_900
+        ),
         make_pass("ceiling", 1, [900.0, 900.0], 2.0, computed=500, engine=1500),
     ]
     return report.result(make_plan(model, SMALL, num_passes=1), passes)
@@ -280,6 +289,7 @@ def test_tables_have_a_line_for_each_pass_and_fit_on_a_terminal(found: report.Re
     assert times == ["1,200", "1,200", "1,396", "1,300", "1,300", "1,496", "667"]
     assert comparison == ["1.33", "0.67", "0.30", "2.67", "0.5k", "0.5k", "1.0k", "·"]
     assert sum(line.split()[0] in runs.MEANING for line in lines if line.split()) == 2 * 5
+    assert any(line.rstrip().endswith(" 101k") for line in lines)
     assert "…" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -288,6 +298,7 @@ def test_what_was_lost_is_said(found: report.Result) -> None:
     lines = report.remarks(found)
     assert any(line.startswith("ram, pass 1, against vLLM alone: TTFT -70%, input throughput +167%") for line in lines)
     assert any(line.endswith("1.33, [bold]missed[/bold]") for line in lines)
+    assert "restarted, pass 1: 8 chunks were read from NVMe, of which 5 were in RAM before they were asked for" in lines
 
 
 def test_the_result_can_be_read_from_its_json(found: report.Result) -> None:

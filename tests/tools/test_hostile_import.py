@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvfs.testing import DEADLINE_S
+from kvfs.tools.copying import MAX_NAMED, MAX_PATH, Copied
 
 from .conftest import KVFS, NAMESPACE, Mount, kvfs, store
 
@@ -151,3 +152,14 @@ def test_ctrl_c_in_a_member_without_end(target: Mount, tmp_path: Path) -> None:
         process.stdin.flush()
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 130
+
+
+def test_of_millions_of_refused_files_the_first_are_named() -> None:
+    """An archive can name as many as it likes, in names as long as it likes; they cost no memory."""
+    done = Copied()
+    for number in range(5000):
+        done.refuse(f"{number}" + "x" * 5000, "it is too large")
+    assert done.num_refused == 5000
+    assert len(done.refused) == MAX_NAMED
+    assert done.sentence("imported").endswith("; 5,000 refused")
+    assert all(len(refused.path) == MAX_PATH for refused in done.refused)

@@ -60,14 +60,14 @@ class Asker:
 
     def run(self) -> None:
         """The warm-up, then the passes."""
-        self._say(Stage("warming up"))
         for _ in range(2):
+            self._say(Stage("warming up"))
             self._ask(-1, Request(-1, self._warm_up, 0.0))
+            self._say(Stage("warmed up"))
             time.sleep(SETTLE_S)
             self._reset()
         before = self._counts()
-        for number in range(1, self._task.num_passes + 1):
-            self._say(Stage(f"pass {number}"))
+        for _ in range(self._task.num_passes):
             seconds = self._pass()
             now = self._counts()
             self._say(PassOver(seconds, now.since(before)))

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from kvfs.errors import KvfsError
+from kvfs.tools import mounted
 from kvfs.tools.bench import rig
 from kvfs.tools.bench_vllm.asking import Task
 from kvfs.tools.bench_vllm.results import Answer, Line, Pass, PassOver
@@ -62,7 +64,7 @@ def _serve(plan: Plan, run: str, mount: Mount | None, scratch: Path, say: Say, d
             "kvfs.tools.bench_vllm.asking", msgspec.json.encode(task).decode(), scratch / f"asking-{run}.log"
         )
         answers: list[Answer] = []
-        number = 1
+        number, before = 1, _counters(mount)
         with contextlib.closing(lines):
             for raw in lines:
                 line = msgspec.json.decode(raw, type=Line)
@@ -70,11 +72,18 @@ def _serve(plan: Plan, run: str, mount: Mount | None, scratch: Path, say: Say, d
                     answers.append(line)
                     say(f"{run}: pass {number}", 1)
                 elif isinstance(line, PassOver):
-                    done(Pass.of(run, number, answers, line))
-                    answers, number = [], number + 1
+                    now = _counters(mount)
+                    done(Pass.of(run, number, answers, line, dict(now - before)))
+                    answers, number, before = [], number + 1, now
                 else:
                     say(f"{run}: {line.stage}", 0)
+                    before = _counters(mount)
         say(f"{run}: ending vLLM", 0)
+
+
+def _counters(mount: Mount | None) -> Counter[str]:
+    """The counters of kvfs."""
+    return Counter(mounted.read_status(str(mount.path))["counters"]) if mount is not None else Counter()
 
 
 def _make(scratch: Path, run: str, ram: str, nvme: str | None) -> Mount:

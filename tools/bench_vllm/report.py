@@ -116,7 +116,9 @@ def _both(ratio: Ratio | None) -> tuple[str, str]:
 
 def _thousands(each: Pass, name: str) -> str:
     tokens: int = getattr(each.counts, name)
-    return f"{tokens / 1000:,.1f}k" if tokens else "·"
+    if not tokens:
+        return "·"
+    return f"{tokens / 1000:.1f}k" if tokens < 10_000 else f"{tokens // 1000:,}k"
 
 
 def remarks(found: Result) -> list[str]:
@@ -141,6 +143,12 @@ def remarks(found: Result) -> list[str]:
     ]
     if alone:
         lines.append(CLAIMED)
+    lines += [
+        f"{each.run}, pass {each.number}: {each.daemon['promotions']} chunks were read from NVMe, of which "
+        f"{each.daemon.get('prefetches_useful', 0)} were in RAM before they were asked for"
+        for each in found.passes
+        if each.daemon.get("promotions")
+    ]
     lines += [f"[bold]{line}[/bold]" for line in complaints(found)]
     lines.append(f"kvfs {found.kvfs}, {found.platform}")
     return lines

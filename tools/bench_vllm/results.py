@@ -66,6 +66,8 @@ class Pass(msgspec.Struct, frozen=True):
         seconds: from the first arrival to the last answer.
         input_tokens_s: of prompts, in a second of it, whether they were computed or not.
         counts: where the prompts' tokens came from, and what the connector did.
+        daemon: the counters of kvfs that changed, by how much: what was read from NVMe while a request waited for its
+            turn is in RAM when it is loaded, and counts as that above.
     """
 
     run: str
@@ -77,10 +79,11 @@ class Pass(msgspec.Struct, frozen=True):
     ttft_ms: Spread
     latency_ms: Spread
     counts: Counts
+    daemon: dict[str, int]
     answers: list[Answer]
 
     @classmethod
-    def of(cls, run: str, number: int, answers: Sequence[Answer], over: PassOver) -> Pass:
+    def of(cls, run: str, number: int, answers: Sequence[Answer], over: PassOver, daemon: dict[str, int]) -> Pass:
         """What the answers of a pass come to."""
         input_tokens = sum(answer.input_tokens for answer in answers)
         return cls(
@@ -93,6 +96,7 @@ class Pass(msgspec.Struct, frozen=True):
             ttft_ms=Spread.of([answer.ttft_ms for answer in answers]),
             latency_ms=Spread.of([answer.latency_ms for answer in answers]),
             counts=over.counts,
+            daemon=daemon,
             answers=sorted(answers, key=lambda answer: answer.number),
         )
 
