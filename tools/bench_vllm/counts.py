@@ -15,7 +15,8 @@ class Counts(msgspec.Struct, frozen=True):
 
     Attributes:
         computed, engine, ram, nvme: prompt tokens that were computed, that the engine's own prefix cache had, and that
-            came from kvfs, by tier. A token that was loaded and could not be used is counted twice.
+            came from kvfs, by tier. What of a load did not arrive is in none of them: the engine computes it, but counts
+            it as loaded.
         preemptions: of requests, for want of room in the engine's cache.
         connector: the connector's other counters, by name; empty without kvfs.
     """

@@ -157,7 +157,7 @@ def remarks(found: Result) -> list[str]:
 def complaints(found: Result) -> list[str]:
     """What of the connector's work was lost in a pass, and makes its figures worse than they need be."""
     lost = {
-        "loads_failed": "loads came to no end",
+        "loads_failed": "loads did not arrive in time or whole, and were computed",
         "chunks_refused": "chunks were refused",
         "chunks_dropped": "chunks were not stored because too many were waiting",
         "not_worth_it": "prefixes were computed though they were stored: that was measured to be cheaper",

@@ -88,8 +88,8 @@ def test_ctrl_c_leaves_nothing(command: list[str], tmp_path: Path, moment: str) 
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=120)
     finally:
-        process.kill()
-        process.communicate()
+        process.terminate()  # if the test failed before; it cleans up then, too
+        process.wait(120)
     assert (process.returncode, output) == (130, "")
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []
