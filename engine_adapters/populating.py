@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable
 
 from kvfs.arena import MADV_POPULATE_WRITE
+from kvfs.engine_adapters.spare_cores import move_to, spare_cores
 
 PIECE_BYTES = 32 << 20
 
@@ -40,6 +41,7 @@ class Populating:
             self._thread.join()
 
     def _run(self) -> None:
+        move_to(spare_cores())  # else it takes turns with the model, and is not done when the first request comes
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for address, size in self._ranges:

@@ -124,9 +124,13 @@ class Request:
             at_most = max((span.end for span in asked), default=0)
             if not asked or at_most < parts.break_even.floor_tokens:
                 return None
-            if full and not parts.break_even.is_load_cheaper(at_most):
+            worth = parts.break_even.worth_loading(lease.tiers, spans.tokens_per_chunk) // spans.tokens_per_chunk
+            if worth < len(full) and full[-1].end >= parts.break_even.floor_tokens:
                 parts.counters.add(not_worth_it=1)
-                return None
+                if not worth:
+                    return None
+                full, short = full[:worth], []
+                asked, at_most = full, full[-1].end
             load = parts.client.load([span.chain for span in asked], deadline_s=parts.patience_s(at_most), stream=True)
         if load is None:
             return None
@@ -168,7 +172,7 @@ class Request:
         waited_s = load.waited_s if load else 0.0
         load_s = asked_s + waited_s if load else 0.0
         parts.counters.add_request(self._num_prompt, LastLoad(reused, load.tier if load else Tier.NONE, load_s))
-        parts.break_even.observe_load(reused, load_s)
+        parts.break_even.observe_load({load.tier if load else Tier.NONE: reused}, load_s)
         if cache.clock.starts:
             computed_s = cache.clock.first_pass_s(end) - waited_s
             parts.break_even.observe_compute(self._num_prompt - reused, computed_s)

@@ -84,6 +84,7 @@ class KvfsConnector(KVConnectorBase_V1):
         _log_with_vllm()
         self._settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
         check_engine(vllm_config, kv_cache_config)
+        self._is_on_cpu = str(vllm_config.device_config.device_type) == "cpu"
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.kv_load_failure_policy != "recompute":
@@ -101,7 +102,7 @@ class KvfsConnector(KVConnectorBase_V1):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether attention layers wait for their KV inside the forward pass."""
-        return not settings_from(extra_config).load_async
+        return settings_from(extra_config).load_async is False  # by default on the CPU only, which has no graphs
 
     # the worker
 
@@ -177,7 +178,9 @@ class KvfsConnector(KVConnectorBase_V1):
         if len(namespaces) != namespaces[0].num_ranks or len({each.fingerprint_hex for each in namespaces}) != 1:
             raise UsageError("vLLM's workers hold KV of different kinds")
         block_size = int(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
-        self._scheduler = SchedulerSide(self._settings, namespaces, block_size, _digest_lora)
+        self._scheduler = SchedulerSide(
+            self._settings, namespaces, block_size, _digest_lora, may_load_in_step=self._is_on_cpu
+        )
         self._scheduler.open()
 
     def on_new_request(self, request: Any) -> None:
@@ -190,7 +193,7 @@ class KvfsConnector(KVConnectorBase_V1):
         if self._scheduler is None:
             return 0, False
         found = self._scheduler.loadable_tokens(request, num_computed_tokens)
-        return found, found > 0 and self._settings.load_async
+        return found, found > 0 and self._scheduler.is_async(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request got its blocks."""

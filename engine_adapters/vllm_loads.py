@@ -37,7 +37,7 @@ class BlockLoad:
         transfer: what is loaded.
         is_async: its request waits between steps; False if the step under way waits.
         num_arrived: chunks from the first on that are there, once it has ended.
-        tokens_by_tier: tokens that arrived, by where they were.
+        asked_by_tier, tokens_by_tier: tokens that were there, and those that arrived, by where they were.
         seconds: from the order to the end.
     """
 
@@ -46,6 +46,7 @@ class BlockLoad:
         self.is_async = is_async
         self.fence = fence
         self.num_arrived = len(transfer.chunks)
+        self.asked_by_tier: dict[Tier, int] = {}
         self.tokens_by_tier: dict[Tier, int] = {}
         self.seconds = 0.0
         self.begin = time.perf_counter()
@@ -79,9 +80,8 @@ class BlockLoad:
 
     def report(self) -> LoadReport:
         """What the scheduler's side is told."""
-        arrived = sum(self.tokens_by_tier.values())
         failed = self.num_arrived < len(self.transfer.chunks)
-        return LoadReport(self.transfer.request_id, arrived, self.seconds, failed)
+        return LoadReport(self.transfer.request_id, self.asked_by_tier, self.seconds, failed)
 
     def missing_blocks(self) -> set[int]:
         """Blocks whose KV did not arrive."""
@@ -149,13 +149,13 @@ class BlockLoader:
             if found is None:
                 load.num_arrived = 0
                 return
+            load.asked_by_tier = _by_tier(placed, found.sources)
             with found:
                 self._copy(load, found)
                 self._blocks.flush()  # before the lease ends
             if load.num_arrived == len(placed):
                 self._has_complained = False
-            for chunk, source in zip(placed[: load.num_arrived], found.sources, strict=False):
-                load.tokens_by_tier[source] = load.tokens_by_tier.get(source, 0) + _wanted_tokens(chunk)
+            load.tokens_by_tier = _by_tier(placed[: load.num_arrived], found.sources)
         finally:
             load.end()
 
@@ -194,6 +194,14 @@ class BlockLoader:
         if self._blocks.writes_at_once:
             self._blocks.write(layer, [piece])
         return piece
+
+
+def _by_tier(placed: Sequence[PlacedChunk], sources: Sequence[Tier]) -> dict[Tier, int]:
+    found: dict[Tier, int] = {}
+    for chunk, source in zip(placed, sources, strict=False):
+        if source is not Tier.NONE:
+            found[source] = found.get(source, 0) + _wanted_tokens(chunk)
+    return found
 
 
 def _wanted_tokens(placed: PlacedChunk) -> int:

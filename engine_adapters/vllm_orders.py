@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvfs.messages import NewChunk
+from kvfs.messages import NewChunk, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class StepOrders:
 
     Attributes:
         number: of the step, for `StepReport`.
-        loads: begin now; `are_loads_async` says whether the requests run in this very step (False) or wait (True).
+        loads: begin now, their requests wait.
+        loads_in_step: begin now, their requests run in this very step.
         stores: what is whole when this step has run.
         preempted: requests whose blocks are about to belong to others.
         held: finished requests whose blocks are held until their stores have been copied.
@@ -49,7 +50,7 @@ class StepOrders:
 
     number: int = 0
     loads: list[Transfer] = field(default_factory=list)
-    are_loads_async: bool = True
+    loads_in_step: list[Transfer] = field(default_factory=list)
     stores: list[Transfer] = field(default_factory=list)
     preempted: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
@@ -59,10 +60,10 @@ class StepOrders:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A load has ended: how many tokens arrived, how long it took; `failed` if any chunk of it did not arrive."""
+    """A load has ended: the tokens asked for by the tier they were in, how long it took; `failed` if any did not arrive."""
 
     request_id: str
-    num_tokens: int
+    tokens_by_tier: dict[Tier, int]
     seconds: float
     failed: bool
 

@@ -3,7 +3,8 @@
 Nothing here imports vLLM: `vllm_connector` translates its hooks into these calls, all of which come from the thread of the
 scheduler. Requests are vLLM's own objects, of which only facts are read.
 
-A prefix is matched when its request arrives, and the chunks found are leased until their load has ended; asking again is
+A prefix is matched when its request arrives, and the chunks found are leased until their load has ended; those on NVMe are
+prefetched while the request waits for its turn. When that comes the break-even decides how far to load; asking again is
 free of effects. A prefix counts as far as every rank has it. What is stored follows from how far vLLM has computed, step by
 step, so chunked prefills, preemptions and loads that failed need no cases of their own.
 """
@@ -17,16 +18,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvfs.client import Client, Lease
+from kvfs.chunk import geometry
+from kvfs.client import Client, Lease, Prefetching
 from kvfs.engine_adapters.break_even import BreakEven
 from kvfs.engine_adapters.vllm_orders import PlacedChunk, StepOrders, StepReport, Transfer
 from kvfs.engine_adapters.vllm_requests import RequestChunks, root_extras, why_bypass
 from kvfs.engine_adapters.vllm_session import PatientSession
 from kvfs.engine_adapters.vllm_settings import VllmSettings
-from kvfs.messages import MAX_BATCH
+from kvfs.messages import MAX_BATCH, Tier
 from kvfs.namespace import Namespace
 
 log = logging.getLogger(__name__)
+IN_STEP_BYTES = 256 << 20
+"""More than this is not loaded inside one step: others compute in it too."""
+
+ASK_AGAIN_S = 0.1
+"""A request of which nothing is stored asks again when it is older than this: another one may have stored it by then."""
+
 MAX_LEASED_REQUESTS = 64
 """Requests that hold leases while they wait for their turn: a long queue must not hold the whole cache."""
 
@@ -38,11 +46,14 @@ class TrackedRequest:
         request: vLLM's.
         chunks: its full chunks, as far as its tokens are known.
         leases: of each rank, for the chunks that were found.
+        prefetches: of each rank, for those of them that were on NVMe.
         num_found: chunks, from the first on, that every rank has.
-        num_asked: chunks that were asked for then.
+        tiers: a byte for each, the slowest tier that a rank has it in, when they were matched.
+        num_asked: chunks that were asked for then; asked_at: by the monotonic clock.
         may_load: False once a load failed: what is missing is computed then.
         may_store: False once the weights may have changed under it.
-        pays: whether loading was decided to pay; None until it was decided.
+        load_end: the token up to which to load; None until it was decided.
+        is_in_step: whether the load is part of the step that computes the rest; decided with it.
         loading: what is being loaded.
         num_handled: chunks, from the first on, that are stored or ordered to be.
         has_stores: stores were ordered from its present blocks.
@@ -52,11 +63,15 @@ class TrackedRequest:
         self.request = request
         self.chunks = chunks
         self.leases: list[Lease] = []
+        self.prefetches: list[Prefetching] = []
         self.num_found = 0
+        self.tiers = b""
         self.num_asked = 0
+        self.asked_at = 0.0
         self.may_load = True
         self.may_store = True
-        self.pays: bool | None = None
+        self.load_end: int | None = None
+        self.is_in_step = False
         self.loading: Transfer | None = None
         self.num_handled = 0
         self.has_stores = False
@@ -74,8 +89,13 @@ class SchedulerSide:
         namespaces: Sequence[Namespace],
         block_size: int,
         digest_lora: Callable[[str], str],
+        *,
+        may_load_in_step: bool,
     ) -> None:
-        """`namespaces` are those of all ranks; `digest_lora` names the weights of an adapter by its path."""
+        """`namespaces` are those of all ranks; `digest_lora` names the weights of an adapter by its path.
+
+        `may_load_in_step`: attention layers wait for their KV, also where the settings leave that open.
+        """
         self.break_even = BreakEven(settings.floor_tokens, is_measuring=settings.break_even)
         self._settings = settings
         self._fingerprint = namespaces[0].identity.fingerprint()
@@ -87,8 +107,11 @@ class SchedulerSide:
         ]
         self._requests: dict[str, TrackedRequest] = {}
         self.num_leased = 0
-        self._num_loading = 0
-        self._ordered: list[Transfer] = []
+        self._may_load_in_step = may_load_in_step if settings.load_async is None else not settings.load_async
+        self._chunk_bytes = geometry(namespaces[0], self._tokens_per_chunk).payload_bytes
+        self._num_in_step = 0  # loads inside steps whose end was not told yet
+        self._bytes_in_step = 0  # to be loaded inside the next step
+        self._ordered: list[tuple[Transfer, bool]] = []  # and whether it is part of the step
         self._last_stores: list[Transfer] = []
         self._held: set[str] = set()
         self._generation: list[str] = []
@@ -120,6 +143,9 @@ class SchedulerSide:
         chunks = RequestChunks(self._fingerprint, extras, self._tokens_per_chunk, request.mm_features)
         tracked = self._requests[request.request_id] = TrackedRequest(request, chunks)
         self._match(tracked)
+        if tracked.leases and Tier.NVME in tracked.tiers and self.break_even.pays(Tier.NVME):
+            cold = [chain for chain, tier in zip(chunks.chains, tracked.tiers, strict=False) if tier == Tier.NVME]
+            tracked.prefetches = [session.prefetch(cold) for session in self._sessions]
 
     def loadable_tokens(self, request: Any, num_computed: int) -> int:
         """Tokens behind the first `num_computed`, whole blocks of which vLLM has, that come from the cache."""
@@ -127,35 +153,57 @@ class SchedulerSide:
         if tracked is None or not tracked.may_load:
             return 0
         self._match(tracked)
-        end = tracked.num_found * self._tokens_per_chunk
-        if not self._settings.load_async:
-            end = min(end, request.num_tokens - 1)  # a step computes at least one token
-        wanted = end - num_computed
-        if wanted < self._settings.floor_tokens:
+        if tracked.num_found * self._tokens_per_chunk - num_computed < self._settings.floor_tokens:
             return 0
-        if tracked.pays is None:
-            tracked.pays = self.break_even.is_load_cheaper(wanted)
-            self._counts["not_worth_it"] += not tracked.pays
-        return wanted if tracked.pays else 0
+        if tracked.load_end is None:
+            if tracked.prefetches:  # where the chunks are by now
+                self._match(tracked, again=True)
+            tracked.load_end = self.break_even.worth_loading(tracked.tiers, self._tokens_per_chunk, num_computed)
+            declined = tracked.num_found * self._tokens_per_chunk - max(tracked.load_end, num_computed)
+            self._counts["not_worth_it"] += declined >= self._settings.floor_tokens
+            if tracked.load_end <= num_computed:
+                tracked.load_end = 0  # also if vLLM has less of it when it asks again
+            tracked.is_in_step = self._should_load_in_step(tracked, num_computed)
+        wanted = self._end_of_load(tracked) - num_computed
+        return wanted if wanted >= self._settings.floor_tokens else 0
+
+    def is_async(self, request: Any) -> bool:
+        """Whether a request for which `loadable_tokens` found some waits for them."""
+        tracked = self._requests.get(request.request_id)
+        return tracked is not None and not tracked.is_in_step
+
+    def _should_load_in_step(self, tracked: TrackedRequest, num_computed: int) -> bool:
+        if not self._may_load_in_step or self._settings.load_async is False:
+            return self._may_load_in_step
+        assert tracked.load_end is not None
+        size = self._tokens_per_chunk
+        tiers = tracked.tiers[num_computed // size : tracked.load_end // size]
+        return tiers.count(Tier.RAM) == len(tiers) and self._bytes_in_step < IN_STEP_BYTES
+
+    def _end_of_load(self, tracked: TrackedRequest) -> int:
+        """The token behind the last one that is loaded."""
+        assert tracked.load_end is not None
+        # A load inside the step leaves a token to compute.
+        return min(tracked.load_end, tracked.request.num_tokens - 1) if tracked.is_in_step else tracked.load_end
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
         """A request got blocks; `num_external` tokens at the end of those counted as computed are to be loaded."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
-        tracked.pays = None
         if num_external <= 0:
+            tracked.load_end = None
             if tracked.loading is None:
                 self._release(tracked)
             return
-        # vLLM has not counted them yet: they end where the match ended.
-        end = tracked.num_found * self._tokens_per_chunk
-        if not self._settings.load_async:
-            end = min(end, request.num_tokens - 1)
+        end = self._end_of_load(tracked)  # vLLM has not counted them yet
+        tracked.load_end = None
         tracked.loading = self._transfer(tracked, block_ids, (end - num_external) // self._block_size, end)
         log.debug("request %s: %d tokens are loaded", request.request_id, num_external)
-        self._num_loading += 1
-        self._ordered.append(tracked.loading)
+        self._ordered.append((tracked.loading, tracked.is_in_step))
+        if tracked.is_in_step:
+            self._num_in_step += 1
+            self._bytes_in_step += len(tracked.loading.chunks) * self._chunk_bytes
 
     def _transfer(self, tracked: TrackedRequest, block_ids: Sequence[int], first_block: int, end: int) -> Transfer:
         blocks_a_chunk = self._tokens_per_chunk // self._block_size
@@ -168,14 +216,17 @@ class SchedulerSide:
             placed.append(PlacedChunk(tracked.chunks.new_chunk(position), ids, max(0, first_block - begin)))
         return Transfer(tracked.request.request_id, tuple(placed))
 
-    def _match(self, tracked: TrackedRequest) -> None:
-        """See how far every rank has the prefix, unless that is known and leased."""
+    def _match(self, tracked: TrackedRequest, *, again: bool = False) -> None:
+        """See how far every rank has the prefix, and in which tiers, unless that is known and leased."""
         tracked.chunks.take(tracked.request.all_token_ids)
         chains = tracked.chunks.chains[:MAX_BATCH]
-        if (tracked.leases and tracked.num_asked == len(chains)) or tracked.loading is not None:
+        now = time.monotonic()
+        is_fresh = bool(tracked.leases) if tracked.num_found else now - tracked.asked_at < ASK_AGAIN_S
+        if (is_fresh and tracked.num_asked == len(chains) and not again) or tracked.loading is not None:
             return
-        self._release(tracked)
-        tracked.num_asked = len(chains)
+        before, tracked.leases = tracked.leases, []  # which end when there are new ones
+        self.num_leased -= bool(before)
+        tracked.num_asked, tracked.asked_at = len(chains), now
         found = len(chains)
         leases = []
         for session in self._sessions:
@@ -184,8 +235,11 @@ class SchedulerSide:
             found = lease.count
             if not found:
                 break
+        self._give_back(before)
         log.debug("request %s: %d of %d chunks are stored", tracked.request.request_id, found, len(chains))
         tracked.num_found = found
+        tiers = [lease.tiers[:found] for lease in leases]
+        tracked.tiers = tiers[0] if len(tiers) == 1 else bytes(map(max, *tiers))
         tracked.num_handled = max(tracked.num_handled, found)
         if found and self.num_leased < MAX_LEASED_REQUESTS:
             tracked.leases = leases
@@ -194,6 +248,9 @@ class SchedulerSide:
             self._give_back(leases)
 
     def _release(self, tracked: TrackedRequest) -> None:
+        prefetches, tracked.prefetches = tracked.prefetches, []
+        for session, prefetching in zip(self._sessions, prefetches, strict=False):
+            session.cancel(prefetching)
         leases, tracked.leases = tracked.leases, []
         self.num_leased -= bool(leases)
         self._give_back(leases)
@@ -215,11 +272,12 @@ class SchedulerSide:
     def orders(self, step: Any, block_ids_of: Callable[[str], Sequence[int]]) -> StepOrders:
         """What the workers do in a step; `step` is vLLM's SchedulerOutput."""
         ordered, self._ordered = self._ordered, []
+        self._bytes_in_step = 0
         held, self._held = self._held, set()
         last_stores, self._last_stores = self._last_stores, []
         orders = StepOrders(
-            loads=ordered,
-            are_loads_async=self._settings.load_async,
+            loads=[transfer for transfer, is_in_step in ordered if not is_in_step],
+            loads_in_step=[transfer for transfer, is_in_step in ordered if is_in_step],
             stores=last_stores,
             preempted=frozenset(step.preempted_req_ids or ()),
             held=frozenset(held),
@@ -229,9 +287,10 @@ class SchedulerSide:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.has_stores = False  # the workers copy them before the blocks go
                 tracked.num_handled = 0
+                tracked.asked_at = 0.0  # there may be more by now: its own chunks
         # A step may compute with KV that did not arrive; vLLM repeats it, and nothing of it may be stored. What is due
         # is stored with a later step.
-        may_store = self._settings.load_async or not self._num_loading
+        may_store = not self._num_in_step
         num_prefill = 0
         for request_id, num_scheduled in step.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
@@ -261,12 +320,12 @@ class SchedulerSide:
     def reported(self, report: StepReport | None, received: Iterable[str], num_failed_blocks: int) -> None:
         """The workers are done with a step, or with loads that were begun earlier."""
         for load in report.loads if report is not None else ():
-            self.break_even.observe_load(load.num_tokens, load.seconds)
+            self.break_even.observe_load(load.tokens_by_tier, load.seconds, has_failed=load.failed)
             tracked = self._requests.get(load.request_id)
             if tracked is not None and load.failed:
                 tracked.may_load = False
                 tracked.num_handled = 0  # what is there already is noticed when it is stored
-            if tracked is not None and not self._settings.load_async:
+            if tracked is not None and tracked.is_in_step:
                 self._load_ended(tracked)
         for request_id in received:
             if (tracked := self._requests.get(request_id)) is not None:
@@ -277,7 +336,7 @@ class SchedulerSide:
                 self.break_even.observe_compute(*measured)
 
     def _load_ended(self, tracked: TrackedRequest) -> None:
-        self._num_loading -= tracked.loading is not None
+        self._num_in_step -= tracked.loading is not None and tracked.is_in_step
         tracked.loading = None
         self._release(tracked)
 

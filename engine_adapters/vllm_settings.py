@@ -18,7 +18,8 @@ class VllmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         mount: where kvfs is mounted.
         tokens_per_chunk: tokens in a chunk; 0 is 256, or the next multiple of vLLM's block above it.
-        load_async: load between steps, while others compute; False loads inside the step, layer by layer.
+        load_async: load between steps, while others compute; False loads inside the step, layer by layer. By default
+            what is in RAM is loaded inside the step where the engine computes on the CPU, all else between steps.
         floor_tokens: fewer tokens than this are computed, never loaded.
         break_even: load only if that was measured to be cheaper than computing.
         deadline_s: how long the scheduler waits for an answer of the cache; bytes get longer, by their size.
@@ -29,7 +30,7 @@ class VllmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     mount: Annotated[str, msgspec.Meta(min_length=1)]
     tokens_per_chunk: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
-    load_async: bool = True
+    load_async: bool | None = None
     floor_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
     break_even: bool = True
     deadline_s: Seconds = 1.0

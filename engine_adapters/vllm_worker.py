@@ -7,20 +7,20 @@ wait for them, else after it) · `wait_for_layer` · `begin_stores` · `finished
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 
 from kvfs.client import Client
+from kvfs.engine_adapters.keeping import Keeping
 from kvfs.engine_adapters.populating import Populating
+from kvfs.engine_adapters.spare_cores import spare_cores
 from kvfs.engine_adapters.vllm_blocks import HostBlocks, KvBlocks
 from kvfs.engine_adapters.vllm_loads import BlockLoad, BlockLoader
 from kvfs.engine_adapters.vllm_namespace import WorkerKv
 from kvfs.engine_adapters.vllm_orders import StepOrders, StepReport
 from kvfs.engine_adapters.vllm_settings import VllmSettings
 from kvfs.engine_adapters.vllm_stores import BlockStore
-from kvfs.errors import UnavailableError, UsageError
+from kvfs.errors import UsageError
 
-log = logging.getLogger(__name__)
 STORE_DEADLINE_S = 5.0
 """How long an answer may take that no request waits for: a daemon on a busy machine is not a dead one."""
 
@@ -28,12 +28,17 @@ IDLE_WAIT_S = 0.003
 """vLLM steps without a pause while a load or a store has not ended, and takes the cores that these need: 50 steps in the
 80 ms of a load. A step that computes nothing waits for so long, which is all that a new request loses by it."""
 
+IDLE_WAIT_ONE_CORE_S = 0.01
+"""The same where all beside the model has one core, which the steps then take from the load."""
+
 MAX_HELD_SHARE = 4
 """At most a quarter of the blocks may be waiting to be copied out."""
 
 
 class WorkerSide:
-    """One worker's KV memory and its two sessions with the cache: loads do not wait behind stores.
+    """One worker's KV memory and its sessions with the cache.
+
+    Loads do not wait behind stores, nor a load for which a step waits behind one that comes from a slower tier.
 
     Attributes: kv: what the worker holds.
     """
@@ -46,14 +51,18 @@ class WorkerSide:
             Client(settings.mount, kv.namespace, deadline_s=deadline_s, name=f"{name} {what}",
                    window_bytes=settings.window_bytes)
             for what, deadline_s in (
-                ("loads", settings.deadline_s), ("stores", max(settings.deadline_s, STORE_DEADLINE_S)),
+                ("loads", settings.deadline_s), ("loads in steps", settings.deadline_s), ("stores", max(settings.deadline_s, STORE_DEADLINE_S)),
             )
         ]  # fmt: skip
+        self._keeping = [Keeping(client) for client in self._clients]
         num_chunks = kv.num_tokens // kv.namespace.identity.tokens_per_chunk
         self._loader = BlockLoader(self._clients[0], blocks)
-        self._store = BlockStore(self._clients[1], blocks, max(1, num_chunks // MAX_HELD_SHARE))
+        self._step_loader = BlockLoader(self._clients[1], blocks)
+        self._store = BlockStore(self._clients[2], blocks, max(1, num_chunks // MAX_HELD_SHARE))
         self._populating = Populating(_host_memory(kv))
+        self._idle_wait_s = IDLE_WAIT_S if len(spare_cores()) > 1 else IDLE_WAIT_ONE_CORE_S
         self._in_step: list[BlockLoad] = []
+        self._waiting_layers: set[int] = set()  # that were seen to wait for their KV, in whatever step
         self._held: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._received: set[str] = set()
@@ -64,12 +73,8 @@ class WorkerSide:
     def open(self) -> None:
         """Map the cache's memory now, so that no request pays for it. Raises UsageError if it refuses this engine."""
         self._populating.start()
-        for client in self._clients:
-            try:
-                client.attach()
-            except UnavailableError as error:
-                log.warning("going on without a cache until there is one: %s", error)
-                return
+        for keeping in self._keeping:
+            keeping.open()
 
     def flush(self) -> None:
         """Wait until everything that was ordered so far is stored, or turned away."""
@@ -78,7 +83,10 @@ class WorkerSide:
     def close(self) -> None:
         """Finish what is running and end the sessions."""
         self._populating.close()
+        for keeping in self._keeping:
+            keeping.close()
         self._loader.close()
+        self._step_loader.close()
         self._store.close()
         for client in self._clients:
             client.close()
@@ -92,15 +100,19 @@ class WorkerSide:
 
     def begin_loads(self, orders: StepOrders) -> None:
         """Begin the loads of a step."""
+        for transfer in orders.loads_in_step:
+            self._in_step.append(self._step_loader.begin(transfer, is_async=False))
         for transfer in orders.loads:
-            load = self._loader.begin(transfer, is_async=orders.are_loads_async)
-            if not load.is_async:
-                self._in_step.append(load)
+            self._loader.begin(transfer, is_async=True)
+        if len(self._waiting_layers) < len(self.kv.layer_numbers):  # as far as is known nobody would wait
+            for load in self._in_step:
+                load.wait_for_end()
 
     def wait_for_layer(self, layer_name: str) -> None:
         """The forward pass is about to look at a layer."""
-        number = self.kv.layer_numbers.get(layer_name) if self._in_step else None
+        number = self.kv.layer_numbers.get(layer_name)
         if number is not None:
+            self._waiting_layers.add(number)
             for load in self._in_step:
                 self._blocks.wait(load.wait_for(number))
 
@@ -115,8 +127,8 @@ class WorkerSide:
         if self.kv.is_storing and not (in_step and self._failed_blocks):
             for transfer in orders.stores:
                 self._store.begin(transfer)
-        if orders.is_idle and not self._loader.wait_a_moment(IDLE_WAIT_S) and self._has_held():
-            self._store.wait_a_moment(IDLE_WAIT_S)
+        if orders.is_idle and not self._loader.wait_a_moment(self._idle_wait_s) and self._has_held():
+            self._store.wait_a_moment(self._idle_wait_s)
         if orders.is_timed:
             self._report.number = orders.number
 
@@ -154,7 +166,7 @@ class WorkerSide:
         return dict(counts) if self.kv.namespace.rank == 0 and self.kv.is_storing else {}
 
     def _take_ended(self) -> None:
-        for load in self._loader.ended():
+        for load in self._loader.ended() + self._step_loader.ended():
             report = load.report()
             self._report.loads.append(report)
             self._failed_blocks |= load.missing_blocks()

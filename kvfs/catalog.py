@@ -36,15 +36,14 @@ class Chunk(Member):
         hits: loads so far; returns: how often it was stored again after an eviction.
         ram, nvme: offset in the arena and in the volume, or NOWHERE. `nvme` is set once the bytes are durable.
         leases: holders who rely on the extents; neither is reused while it is above zero.
-        is_proven: the extent on NVMe was verified, or written, since the daemon started.
         is_removed: no longer visible; the extents go when the last lease ends.
         directory, previous, next: its place in the prefix view, kept by `PrefixTree`.
         inode: unique while the daemon runs.
     """
 
     __slots__ = (
-        "created_ns", "hits", "is_proven", "is_removed", "last_used_ns", "leases", "length", "num_tokens", "nvme", "ram",
-        "returns", "table",
+        "created_ns", "hits", "is_removed", "last_used_ns", "leases", "length", "num_tokens", "nvme", "ram", "returns",
+        "table",
     )  # fmt: skip
 
     def __init__(
@@ -61,7 +60,6 @@ class Chunk(Member):
         self.ram = NOWHERE
         self.nvme = NOWHERE
         self.leases = 0
-        self.is_proven = False
         self.is_removed = False
 
     def __repr__(self) -> str:

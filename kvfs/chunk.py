@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from binascii import a2b_hex
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -252,15 +253,13 @@ def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> t
     Raises CorruptChunk unless the header is, byte for byte, the one that the namespace's chunk with these facts has.
     """
     view = memoryview(raw)
-    text = bytes(view[_NUM_TOKENS_AT : _NUM_TOKENS_AT + _NUM_TOKENS_DIGITS])
-    if len(text) != _NUM_TOKENS_DIGITS or not text.isdigit():
-        raise _wrong_header(namespace, view, "not a chunk header of this namespace")
-    try:
-        geo = geometry(namespace, int(text))
-    except UsageError as error:
-        raise _wrong_header(namespace, view, f"impossible facts in a chunk header: {error}") from error
+    geo = geometry(namespace, namespace.identity.tokens_per_chunk)  # most chunks are full
     header = bytes(view[: geo.header_bytes])
     found = geo._head.match(header)
+    if found is None:
+        geo = _claimed_geometry(namespace, view)
+        header = bytes(view[: geo.header_bytes])
+        found = geo._head.match(header)
     if found is None or header[found.end() :] != geo._tail:
         if len(view) < geo.header_bytes:
             raise CorruptChunk(f"it ends after {len(view)} bytes, within its header of {geo.header_bytes}")
@@ -271,13 +270,24 @@ def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> t
     if int(created_ns) >= _MAX_TIME_NS:
         raise CorruptChunk("a chunk header that names an impossible time")
     return geo, Facts(
-        ChainHash(bytes.fromhex(chain.decode())),
-        Key(bytes.fromhex(parent.decode())),
+        ChainHash(a2b_hex(chain)),
+        Key(a2b_hex(parent)),
         int(position),
         geo.num_tokens,
         int(created_ns),
-        struct.unpack(f">{len(geo.layers)}Q", bytes.fromhex(checksums.decode())),
+        struct.unpack(f">{len(geo.layers)}Q", a2b_hex(checksums)),
     )
+
+
+def _claimed_geometry(namespace: Namespace, view: memoryview) -> Geometry:
+    """The geometry of chunks with as many tokens as a header says that its chunk has. Raises CorruptChunk."""
+    text = bytes(view[_NUM_TOKENS_AT : _NUM_TOKENS_AT + _NUM_TOKENS_DIGITS])
+    if len(text) != _NUM_TOKENS_DIGITS or not text.isdigit():
+        raise _wrong_header(namespace, view, "not a chunk header of this namespace")
+    try:
+        return geometry(namespace, int(text))
+    except UsageError as error:
+        raise _wrong_header(namespace, view, f"impossible facts in a chunk header: {error}") from error
 
 
 class Claim(NamedTuple):

@@ -5,7 +5,9 @@ confused, they return empty-handed within their deadline; the failure is counted
 a failure nothing is asked for `RETRY_S`, so that a stopped daemon does not cost a deadline a request.
 
 Attach reads one link through the mount, in a thread that may be left behind: a stopped daemon cannot hold it. Nothing
-else touches the mount. The connection is closed, and the arena unmapped, in a forked child.
+else touches the mount. What the link said is remembered whatever happens, since a mount may be stale for ever where
+its socket is not: in a container a new daemon's mount is not seen, its socket is. The connection is closed, and the arena
+unmapped, in a forked child.
 """
 
 from __future__ import annotations
@@ -50,9 +52,13 @@ class ClientStatistics:
 
 @dataclass(eq=False)
 class Lease:
-    """`count` chunks from the first on are stored, and stay until this is released (or used as a context)."""
+    """`count` chunks from the first on are stored, and stay until this is released (or used as a context).
+
+    `tiers` has a byte for each, the `Tier` it was in when they were matched.
+    """
 
     count: int
+    tiers: bytes = b""
     _number: int = 0
     _connection: Connection | None = None
 
@@ -69,6 +75,20 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+@dataclass(eq=False)
+class Prefetching:
+    """What `Client.prefetch` began."""
+
+    _number: int = 0
+    _connection: Connection | None = None
+
+    def cancel(self) -> None:
+        """Give up what was not begun yet, without waiting for the daemon; more than once is harmless."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.tell(m.Cancel(connection.next_id(), self._number))
 
 
 class Client:
@@ -94,7 +114,8 @@ class Client:
         self._name = name
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._socket_path: str | None = None
+        self._socket_path: str | None = None  # the last that the mount named
+        self._asks_mount_first = False
         self._retry_at = 0.0
         self._has_complained = False
         _clients.add(self)
@@ -107,7 +128,8 @@ class Client:
         What it raises is not logged again when the client goes on without the cache.
         """
         with self._lock:
-            if self._connection is None:
+            if self._connection is None or self._connection.has_ended():
+                self._connection = None
                 try:
                     self._connection = self._connect()
                 except UnavailableError:
@@ -115,18 +137,30 @@ class Client:
                     raise
                 self._has_complained = False
 
+    def is_attached(self) -> bool:
+        """Whether there is a session, as far as is known without asking: a stopped daemon still has its own."""
+        connection = self._connection
+        return connection is not None and not connection.has_ended()
+
     def _connect(self) -> Connection:
-        """A new connection. The socket's path survives a remount, so the mount itself is asked only if that fails."""
+        """A new connection: to the socket that is known, or, if nobody answers there, to the one that the mount names."""
         deadline = time.monotonic() + self.deadline_s
-        known, self._socket_path = self._socket_path, None
-        if known is not None and os.path.exists(known):
-            path = known
-        else:
-            path = find_socket(self.mount, self.deadline_s)
+        known, asks_mount = self._socket_path, self._asks_mount_first
+        self._asks_mount_first = False
+        refusal: UnavailableError | None = None
+        if known is not None and not asks_mount and os.path.exists(known):
+            try:
+                return Connection.open(known, self.namespace, self._name, self.deadline_s)
+            except UnavailableError as error:
+                if time.monotonic() >= deadline:
+                    self._asks_mount_first = True  # the next time: another daemon may have taken its place
+                    raise
+                refusal = error
+        self._socket_path = find_socket(self.mount, max(0.001, deadline - time.monotonic()))
+        if refusal is not None and self._socket_path == known:
+            raise refusal
         left_s = max(0.001, deadline - time.monotonic())
-        connection = Connection.open(path, self.namespace, self._name, left_s)
-        self._socket_path = path
-        return connection
+        return Connection.open(self._socket_path, self.namespace, self._name, left_s)
 
     def _attached(self) -> Connection | None:
         """The connection, or None while the cache is failing, or while another thread does not get to connect."""
@@ -134,7 +168,7 @@ class Client:
             return None
         try:
             connection = self._connection
-            if connection is not None and not connection.is_broken:
+            if connection is not None and not connection.has_ended():
                 return connection
             self._connection = None
             if time.monotonic() < self._retry_at:
@@ -185,7 +219,7 @@ class Client:
             self._failed(error)
             return Lease(0)
         self.statistics.matched += reply.count
-        return Lease(reply.count, reply.lease, connection)
+        return Lease(reply.count, reply.tiers, reply.lease, connection)
 
     def load(
         self, chains: Sequence[ChainHash], *, deadline_s: float | None = None, stream: bool = False
@@ -216,6 +250,19 @@ class Client:
             else:
                 self.statistics.missed += 1
         return load
+
+    def prefetch(self, chains: Sequence[ChainHash], *, priority: int = 0, deadline_s: float = 60.0) -> Prefetching:
+        """Have chunks that are on NVMe brought into RAM, the first first, without waiting; a failing cache does not.
+
+        A load of them is likely: what none comes for is counted as wasted. Higher priorities (0 to 100) go first.
+        """
+        connection = self._attached()
+        if connection is None or not chains:
+            return Prefetching()
+        number = connection.next_id()
+        keys = b"".join([chain[:16] for chain in chains[: m.MAX_BATCH]])
+        connection.tell(m.Prefetch(number, keys, priority, int(deadline_s * 1000)))
+        return Prefetching(number, connection)
 
     # storing
 
@@ -296,6 +343,7 @@ __all__ = [
     "Lease",
     "Load",
     "NewChunk",
+    "Prefetching",
     "Publishing",
     "Reservation",
     "Reserving",

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import trio
 
 from kvfs import namespace as namespaces
+from kvfs.admission import Spent
 from kvfs.documents import Document, Documents
 from kvfs.errors import UnavailableError
 from kvfs.index import Batch, ChunkRow, Index, LimitRow, NamespaceRow
@@ -72,6 +73,14 @@ class Commits:
     def used(self, last_used_ns: int, hits: int, namespace: int, key: bytes) -> None:
         """A chunk was loaded. Goes with the next transaction, whenever that is."""
         self._round.batch.used.append((last_used_ns, hits, namespace, key))
+
+    def spent(self, spent: Spent) -> None:
+        """What was admitted to NVMe today. Goes with the next transaction, whenever that is."""
+        self._round.batch.spent = spent
+
+    def spent_before(self) -> Spent | None:
+        """What the index says of that; None if nothing was."""
+        return self._index.spent()
 
     def add_namespace(self, row: NamespaceRow) -> None:
         """A namespace came into being."""
@@ -152,4 +161,5 @@ class Commits:
         batch.removed = failed.batch.removed | batch.removed
         batch.pins = failed.batch.pins | batch.pins
         batch.limits = failed.batch.limits | batch.limits
+        batch.spent = batch.spent or failed.batch.spent
         self._round.extents[:0] = failed.extents

@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from kvfs.admission import Rule
 from kvfs.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -105,6 +106,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         huge_pages: "auto" takes huge pages where the system has them, "never" takes 4 KiB pages.
         window_bytes: most memory that one session may use to hand over chunks ("window").
         io_threads: threads that read and write the volume.
+        admission: "always" writes every chunk to NVMe, "second-use" only what was used again.
+        write_budget_bytes: most that is written to NVMe a day (UTC), None for no bound ("write_budget").
         policy: who goes first when a tier is full: a name of `kvfs.policies.named`, or a class as ``package.module:Class``.
         log_level, log_file: what is logged, and where if not to stderr.
 
@@ -121,6 +124,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     huge_pages: HugePages = "auto"
     window_bytes: int = 64 << 20
     io_threads: int = 4
+    admission: Rule = "always"
+    write_budget_bytes: int | None = None
     policy: str = DEFAULT_POLICY
     log_level: LogLevel = "info"
     log_file: str | None = None
@@ -151,7 +156,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise _Mistake(
                 "policy", f" is {self.policy!r}; it must be {_one_of(POLICIES)}, or a class as package.module:Class"
             )
-        for name, allowed in (("access", Access), ("huge_pages", HugePages), ("log_level", LogLevel)):
+        if self.write_budget_bytes is not None:
+            _check_range("write_budget", self.write_budget_bytes, MIN_TIER_BYTES, MAX_TIER_BYTES)
+        words = (("access", Access), ("huge_pages", HugePages), ("admission", Rule), ("log_level", LogLevel))
+        for name, allowed in words:
             if getattr(self, name) not in get_args(allowed):
                 raise _Mistake(name, f" is {getattr(self, name)!r}; it must be {_one_of(get_args(allowed))}")
         if self.log_file is not None:
@@ -171,12 +179,13 @@ class _Mistake(ConfigError):
 
 NAMES: dict[str, type[Any]] = {
     "mountpoint": str, "ram": int, "nvme": str, "socket_directory": str, "allow_other": bool, "access": str,
-    "huge_pages": str, "window": int, "io_threads": int, "policy": str, "log_level": str, "log_file": str,
+    "huge_pages": str, "window": int, "io_threads": int, "policy": str, "admission": str, "write_budget": int,
+    "log_level": str, "log_file": str,
 }  # fmt: skip
 """Every setting as it is called in the TOML file and on the command line, with its type; sizes are int."""
 
 _PATHS = ("mountpoint", "socket_directory", "log_file")
-_SIZES = {"ram": "ram_bytes", "window": "window_bytes"}
+_SIZES = {"ram": "ram_bytes", "window": "window_bytes", "write_budget": "write_budget_bytes"}
 _KIND = {str: "a text in quotes", bool: "true or false", int: "a whole number"}
 
 
@@ -230,8 +239,11 @@ def to_toml(settings: Settings) -> str:
         f"window = {_quote(exact_size(settings.window_bytes))}",
         f"io_threads = {settings.io_threads}",
         f"policy = {_quote(settings.policy)}",
+        f"admission = {_quote(settings.admission)}",
         f"log_level = {_quote(settings.log_level)}",
     ]
+    if settings.write_budget_bytes is not None:
+        lines.append(f"write_budget = {_quote(exact_size(settings.write_budget_bytes))}")
     if settings.log_file is not None:
         lines.append(f"log_file = {_quote(settings.log_file)}")
     return "\n".join(lines) + "\n"

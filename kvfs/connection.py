@@ -13,6 +13,8 @@ import itertools
 import logging
 import mmap
 import os
+import re
+import select
 import socket
 import threading
 import time
@@ -24,7 +26,7 @@ from typing import TypeVar
 from kvfs import messages as m
 from kvfs import namespace as namespaces
 from kvfs.arena import MADV_POPULATE_READ, MADV_POPULATE_WRITE
-from kvfs.errors import ProtocolError, UnavailableError, UsageError
+from kvfs.errors import KvfsError, ProtocolError, UnavailableError, UsageError
 from kvfs.namespace import Namespace
 
 log = logging.getLogger(__name__)
@@ -39,11 +41,11 @@ def find_socket(mount: Path, deadline_s: float) -> str:
     """Where the daemon of this mount listens.
 
     Reads a link through FUSE, so it runs in a thread that is left behind if the daemon is stopped: one for each mount,
-    however often it is asked. Raises UnavailableError.
+    however often it is asked, and another if something else was mounted there meanwhile. Raises UnavailableError.
     """
     with _questions_lock:
         question = _questions.get(mount)
-        if question is None or not question.is_alive():
+        if question is None or not question.is_alive() or question.mounts != _mounts_above(mount):
             question = _questions[mount] = _Question(mount)
             question.start()
     question.join(deadline_s)
@@ -54,12 +56,29 @@ def find_socket(mount: Path, deadline_s: float) -> str:
     return question.answer
 
 
+def _mounts_above(path: Path) -> frozenset[bytes]:
+    """The numbers of the mounts on the way to a path, without touching them; proc_pid_mountinfo(5)."""
+    wanted = os.fsencode(os.path.abspath(path)) + b"/"
+    found = set()
+    try:
+        with open("/proc/self/mountinfo", "rb") as lines:
+            for line in lines:
+                number, _, _, _, point = line.split(b" ", 5)[:5]
+                point = re.sub(rb"\\(\d{3})", lambda escaped: bytes([int(escaped[1], 8)]), point)
+                if wanted.startswith(point.rstrip(b"/") + b"/"):
+                    found.add(number)
+    except OSError:
+        return frozenset()
+    return frozenset(found)
+
+
 class _Question(threading.Thread):
-    """Reads a mount's link. Attributes: answer: None until there is one."""
+    """Reads a mount's link. Attributes: answer: None until there is one; mounts: see `_mounts_above`."""
 
     def __init__(self, mount: Path) -> None:
         super().__init__(name="kvfs-attach", daemon=True)
         self.answer: str | OSError | None = None
+        self.mounts = _mounts_above(mount)
         self._mount = mount
 
     def run(self) -> None:
@@ -148,6 +167,18 @@ class Connection:
         """An id for a request."""
         return next(self._ids) & 0xFFFFFFFF
 
+    def has_ended(self) -> bool:
+        """Whether nothing can be asked any more: it broke, or the daemon has closed it since the last answer."""
+        if not self.is_broken:
+            looking = select.poll()
+            try:
+                looking.register(self._socket, select.POLLRDHUP)
+            except ValueError:  # closed by another thread at this moment
+                return True
+            if looking.poll(0):
+                self.give_up()
+        return self.is_broken
+
     # talking
 
     def ask(self, request: m.Request, kind: type[R], deadline_s: float) -> R:
@@ -221,6 +252,38 @@ class Connection:
         finally:
             self._awaited.discard(id_)
 
+    def is_behind(self) -> bool:
+        """Whether the daemon has yet to answer something that `begin` sent; takes in the answers that have come."""
+        if not self._lock.acquire(blocking=False):
+            return True
+        try:
+            while not self.is_broken and not self._awaited <= self._early.keys():
+                self._socket.settimeout(0)
+                try:
+                    packet = self._socket.recv(m.MAX_MESSAGE_BYTES + 1)
+                except BlockingIOError:
+                    return True
+                if not packet:
+                    self.give_up()
+                    return False
+                self._keep(self._decode(packet))
+            return False
+        except (OSError, KvfsError):
+            self.give_up()
+            return False
+        finally:
+            self._lock.release()
+
+    def _keep(self, answer: m.AnyReply) -> None:
+        """An answer that nobody waits for at the moment."""
+        if answer.id in self._ignored:
+            self._ignored.discard(answer.id)
+        elif isinstance(answer, m.Arrived) or answer.id in self._awaited:
+            self._early.setdefault(answer.id, deque()).append(answer)
+        else:
+            self.give_up()
+            raise ProtocolError(f"the daemon sent {type(answer).__name__}, for which nobody had asked")
+
     def _receive(self, id_: int, kind: type[R], deadline: float) -> tuple[R, list[int]]:
         fds: list[int] = []
         while True:
@@ -279,14 +342,19 @@ class Connection:
 
     # memory
 
+    @property
+    def is_trusted(self) -> bool:
+        """Whether what this client stores is written where it will stay."""
+        return self.welcome is not None and self.welcome.is_trusted
+
     def window(self, size_bytes: int, deadline_s: float) -> memoryview:
         """What slots count from: the session's window, opened when first asked for, or the arena of a trusted one.
 
         Raises UnavailableError or UsageError.
         """
-        assert self.welcome is not None
-        if self.welcome.is_trusted:
+        if self.is_trusted:
             return self.arena
+        assert self.welcome is not None
         with self.turn(time.monotonic() + deadline_s):
             if self._window is None:
                 size_bytes = min(size_bytes, self.welcome.max_window_bytes)

@@ -1,8 +1,9 @@
 """Handing chunks over: the client's side of storing.
 
 `Reserving` asks for room; the engine fills earlier chunks meanwhile. A `Reservation` is filled at once, or layer by
-layer. `seal` takes a layer's checksum, for payloads that something else might still be writing, such as a device: the
-daemon refuses bytes that are others by then. Of a payload that was not sealed the daemon takes the checksums itself.
+layer. `seal` takes a layer's checksum, while its bytes are warm. In a window the daemon looks at the bytes again as it
+copies them, and refuses those that are others by then; what a trusted client has sealed in place is not read again until
+somebody loads it. Of a payload that was not sealed the daemon takes the checksums itself.
 `Publishing` is a publish under way: the engine goes on filling the next chunks while the daemon checks these.
 """
 
@@ -15,12 +16,12 @@ from dataclasses import dataclass, field
 from kvfs import messages as m
 from kvfs.chunk import Geometry, checksum
 from kvfs.connection import Connection
+from kvfs.copying import PIECE_BYTES, copy_layers
 from kvfs.errors import KvfsError, UsageError
 from kvfs.messages import NewChunk, StoreStatus
 
 _MAX_CHUNKS_A_MESSAGE = 128
 _DEADLINE_S = 30.0
-_PIECE_BYTES = 512 << 10  # copied at once; larger pieces are slower (10.9 GB/s against 9.9 for 32 MiB)
 
 
 @dataclass(eq=False)
@@ -40,13 +41,21 @@ class Reservation:
     _checksums: dict[int, int] = field(default_factory=dict, repr=False)
 
     def fill(self, payload: memoryview) -> None:
-        """Copy the whole payload from the engine's memory."""
+        """Copy the whole payload from the engine's memory.
+
+        What a trusted client writes needs its checksums from either side: this one takes them while it copies if the
+        daemon still works on what was handed over before.
+        """
         assert self.payload is not None
         size = self.geometry.payload_bytes
         if len(payload) != size:
             raise UsageError(f"the payload of this chunk has {size} bytes, not {len(payload)}")
-        for begin in range(0, size, _PIECE_BYTES):
-            end = min(begin + _PIECE_BYTES, size)
+        if self.connection is not None and self.connection.is_trusted and self.connection.is_behind():
+            num_layers = len(self.geometry.layers)
+            self._checksums = dict(enumerate(copy_layers(self.geometry, 0, num_layers, payload, self.payload)))
+            return
+        for begin in range(0, size, PIECE_BYTES):
+            end = min(begin + PIECE_BYTES, size)
             self.payload[begin:end] = payload[begin:end]
 
     def seal(self, layer: int) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from kvfs.admission import Spent
 from kvfs.errors import FormatError, UsageError
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ CREATE TABLE IF NOT EXISTS limits (namespace INTEGER PRIMARY KEY, quota_bytes IN
 """Tables that an index of an earlier kvfs lacks, and that an earlier kvfs does not look at: no new version."""
 SET_ASIDE = FILE_NAME + ".set-aside"
 _UNCLAIMED = "unclaimed"
+_SPENT = "spent"
 _EXTENT = struct.Struct("<QQ")
 _NAMESPACES = "SELECT number, directory, document, created_ns FROM namespaces"
 _CHUNKS = (
@@ -110,6 +112,7 @@ class Batch:
         namespaces: new ones; removed: the directories of those that are gone, by number.
         pins: by (namespace, key) when the chunk's pin ends, nanoseconds since the epoch; None: it has none any more.
         limits: by namespace.
+        spent: what was admitted to NVMe today.
     """
 
     put: list[ChunkRow] = field(default_factory=list)
@@ -119,6 +122,7 @@ class Batch:
     removed: dict[int, str] = field(default_factory=dict)
     pins: dict[tuple[int, bytes], int | None] = field(default_factory=dict)
     limits: dict[int, LimitRow] = field(default_factory=dict)
+    spent: Spent | None = None
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__slots__)
@@ -206,6 +210,16 @@ class Index:
             pins = [(*place, until_ns) for place, until_ns in batch.pins.items() if until_ns is not None]
             connection.executemany("INSERT OR REPLACE INTO pins VALUES (?, ?, ?)", pins)
             connection.executemany("INSERT OR REPLACE INTO limits VALUES (?, ?, ?)", batch.limits.values())
+            if batch.spent is not None:
+                packed = _EXTENT.pack(batch.spent.day, batch.spent.num_bytes)
+                connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (_SPENT, packed))
+
+    def spent(self) -> Spent | None:
+        """What was admitted to NVMe, on the last day on which something was; None if nothing is known of it."""
+        row = self._connection.execute("SELECT value FROM facts WHERE name = ?", (_SPENT,)).fetchone()
+        if row is None or not isinstance(row[0], bytes) or len(row[0]) != _EXTENT.size:
+            return None
+        return Spent(*_EXTENT.unpack(row[0]))
 
     @property
     def is_new(self) -> bool:

@@ -10,8 +10,10 @@ is in force before.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from weakref import WeakKeyDictionary
 
@@ -36,7 +38,17 @@ _SHARE_AT_ONCE = 32  # of a quota: looking for victims takes time, a million chu
 _SMALL_SHARE = 16  # a namespace with less than this part of all chunks looks at its own only
 _LOOK_AGAIN_S = 0.05  # when nothing could go
 _LOOKING_TAKES = 20  # of the time that looking took: it has a twentieth at most
+_COPY_DEADLINE_S = 20.0  # for a copy, which unlike an engine can wait
 _EXPIRED_AT_ONCE = 500
+
+
+def _is_any(_: Chunk) -> bool:
+    return True
+
+
+def _has_room(table: ChunkTable, length: int) -> bool:
+    """Whether a namespace may have so much more as it is."""
+    return table.quota_bytes is None or table.stored_bytes + table.reserved_bytes + length <= table.quota_bytes
 
 
 class Limits:
@@ -47,6 +59,8 @@ class Limits:
         self._system = system
         self._wake = trio.Event()
         self._full_until: WeakKeyDictionary[ChunkTable, float] = WeakKeyDictionary()  # of trio's clock
+        self._due: set[ChunkTable] = set()  # over their quota, and something of theirs may go now
+        residency.on_last_lease = self._may_let_go
 
     # pins
 
@@ -111,6 +125,8 @@ class Limits:
         for chunk in chunks:
             self._keep(chunk, None)
             by_namespace[chunk.table.directory] = by_namespace.get(chunk.table.directory, 0) + 1
+        for table in {chunk.table for chunk in chunks} & self._residency.over_quota:
+            self._may_let_go(table)
         for directory, count in by_namespace.items():
             self._residency.events.append("unpin", namespace=directory, chunks=count)
         return len(chunks)
@@ -128,36 +144,87 @@ class Limits:
 
         What leads to `parent`, which the new chunk is built on, does not go for it. Counts a refusal.
         """
+        has_room = self._make_room(table, length, parent)
+        self._residency.counters.stores_over_quota += not has_room
+        return has_room
+
+    async def make_room_for_copy(self, table: ChunkTable, length: int, parent: Key, position: int) -> bool:
+        """The same for a chunk that is copied in, to this position of its chain; true until the next await.
+
+        Nor does anything go that was copied in before and does not stand deeper. What may go, and is not on NVMe yet, is
+        waited for.
+        """
+        end_s = trio.current_time() + _COPY_DEADLINE_S
+        while not _has_room(table, length):
+            await trio.sleep_until(min(end_s, self._full_until.get(table, 0.0)))
+            can_wait = trio.current_time() < end_s and self._may_have_room_soon(table, position)
+            place = None if can_wait else position  # what may be the deepest is not on NVMe yet
+            may_go = partial(self._residency.copied_in.may_go_for, position=place)
+            if self._make_room(table, length, table.chunks.get(parent), may_go):
+                break
+            if not can_wait:
+                self._residency.counters.stores_over_quota += 1
+                return False
+        return True
+
+    def _may_have_room_soon(self, table: ChunkTable, position: int) -> bool:
+        """Whether something that is not on NVMe yet may go for a chunk that is copied in to this position."""
+        residency = self._residency
+        return residency.nvme is not None and any(
+            chunk.is_dirty
+            and residency.copied_in.may_go_for(chunk, position)
+            and not (residency.pins.is_held(chunk) or residency.is_kept_back(chunk))
+            for chunk in table.chunks.values()
+        )
+
+    def _make_room(
+        self, table: ChunkTable, length: int, parent: Chunk | None, may_go: Callable[[Chunk], bool] = _is_any
+    ) -> bool:
         quota = table.quota_bytes
-        if quota is None or table.stored_bytes + table.reserved_bytes + length <= quota:
+        if quota is None or _has_room(table, length):
             return True
         if length <= quota and trio.current_time() >= self._full_until.get(table, 0.0):
             started_s = self._system.monotonic()
             missing = table.stored_bytes + table.reserved_bytes + length - quota
-            self._evict(table, max(missing, quota // _SHARE_AT_ONCE), frozenset(parent.prefix() if parent else ()))
-            if table.stored_bytes + table.reserved_bytes + length <= quota:
+            kept = frozenset(parent.prefix() if parent else ())
+            wanted = max(missing, quota // _SHARE_AT_ONCE)
+            self._evict(table, missing, wanted, lambda victim: victim not in kept and may_go(victim))
+            if _has_room(table, length):
                 return True
             took_s = self._system.monotonic() - started_s
             self._full_until[table] = trio.current_time() + max(_LOOK_AGAIN_S, _LOOKING_TAKES * took_s)
-        self._residency.counters.stores_over_quota += 1
         return False
 
-    def _evict(self, table: ChunkTable, wanted: int, kept: frozenset[Chunk] = frozenset()) -> None:
-        """Evict chunks of a namespace, the least worthy first, until `wanted` bytes of it are gone or none may go."""
+    def _evict(self, table: ChunkTable, needed: int, wanted: int, may_go: Callable[[Chunk], bool] = _is_any) -> None:
+        """Evict chunks of a namespace, the least worthy first, until `wanted` bytes of it are gone or none may go.
+
+        Of what a copy has just brought no more goes than is `needed`.
+        """
         victims: list[Chunk] = []
+        freed = 0
         for victim in self._in_order(table):
-            if wanted <= 0:
+            if freed >= wanted or (freed >= needed and self._residency.copied_in.depth(victim) is not None):
                 break
-            if victim.leases or victim in kept:
+            if not may_go(victim) and self._residency.copied_in.depth(victim) is not None:
+                break  # the copy itself is less worthy than all that follows
+            if victim.leases or not may_go(victim):
                 continue
-            wanted -= victim.length
+            freed += victim.length
             victims.append(victim)
         for victim in victims:
             self._residency.counters.evictions_quota += 1
-            self._residency.discard(victim, "evict", erases=True)  # its extent may be free for long
+            self._residency.discard(victim, "evict")
 
     def _in_order(self, table: ChunkTable) -> Iterator[Chunk]:
-        """The chunks of a namespace that are not held, in its tier's order of eviction, or by last use if they are few."""
+        """The chunks of a namespace that may go, those first that admission keeps from NVMe: nobody has used them twice."""
+        residency = self._residency
+        if not residency.num_kept_back:
+            return self._in_lowest(table)
+        kept_back = residency.ram.policy.victims(lambda chunk: chunk.table is table and residency.is_kept_back(chunk))
+        return itertools.chain(kept_back, self._in_lowest(table))
+
+    def _in_lowest(self, table: ChunkTable) -> Iterator[Chunk]:
+        """Those in the lowest tier that are not held, in its order of eviction, or by last use if they are few."""
         residency = self._residency
         order = residency.lowest.policy
         if len(table.chunks) * _SMALL_SHARE >= len(order):
@@ -168,7 +235,11 @@ class Limits:
             chunk for chunk in table.chunks.values()
             if getattr(chunk, tier) != NOWHERE and not residency.pins.is_held(chunk)
         ]  # fmt: skip
-        return iter(sorted(few, key=lambda chunk: (needed_ns.get(chunk, chunk.last_used_ns), -chunk.position)))
+        few.sort(key=lambda chunk: (needed_ns.get(chunk, chunk.last_used_ns), -chunk.position))
+        copied_in = self._residency.copied_in
+        copied = [chunk for chunk in few if copied_in.depth(chunk) is not None]
+        deepest = iter(sorted(copied, key=lambda chunk: -chunk.position))
+        return (chunk if copied_in.depth(chunk) is None else next(deepest) for chunk in few)
 
     # ages
 
@@ -227,13 +298,39 @@ class Limits:
     async def _sweep(self, table: ChunkTable) -> None:
         """Let go of what a namespace may not have."""
         self._full_until.pop(table, None)
-        if table.quota_bytes is not None:
-            self._evict(table, table.stored_bytes + table.reserved_bytes - table.quota_bytes)
+        self._keep_to_quota(table)
         if table.max_age_ns is not None:
             await self._expire(table, table.max_age_ns)
 
+    def _keep_to_quota(self, table: ChunkTable) -> None:
+        """Evict what is too much as far as it may go; the rest when somebody lets go of it."""
+        self._due.discard(table)
+        if table.quota_bytes is None or _has_room(table, 0):
+            self._residency.over_quota.discard(table)
+            return
+        started_s = self._system.monotonic()
+        missing = table.stored_bytes + table.reserved_bytes - table.quota_bytes
+        self._evict(table, missing, missing)
+        if _has_room(table, 0):
+            self._residency.over_quota.discard(table)
+            return
+        self._residency.over_quota.add(table)
+        took_s = self._system.monotonic() - started_s
+        self._full_until[table] = trio.current_time() + max(_LOOK_AGAIN_S, _LOOKING_TAKES * took_s)
+
+    def _may_let_go(self, table: ChunkTable) -> None:
+        """Something of a namespace that is over its quota is held no more."""
+        self._due.add(table)
+        self._wake.set()
+
+    def forget(self, table: ChunkTable) -> None:
+        """A namespace was removed."""
+        self._due.discard(table)
+        self._residency.over_quota.discard(table)
+
     async def sweep(self) -> None:
         """Let go of what no namespace may have now."""
+        self._residency.copied_in.expire()
         for table in [*self._residency.catalog.tables.values()]:
             try:
                 await self._sweep(table)
@@ -252,8 +349,13 @@ class Limits:
             if trio.current_time() >= next_sweep:
                 await self.sweep()
                 next_sweep = trio.current_time() + _LOOK_EVERY_S
+            for table in [*self._due]:
+                if trio.current_time() >= self._full_until.get(table, 0.0):
+                    self._keep_to_quota(table)
             left_s = min(
-                next_sweep - trio.current_time(), (self._residency.pins.next_end_ns - self._system.time_ns()) / NS
+                next_sweep - trio.current_time(),
+                (self._residency.pins.next_end_ns - self._system.time_ns()) / NS,
+                *(self._full_until.get(table, 0.0) - trio.current_time() for table in self._due),
             )
             with trio.move_on_after(max(0.0, left_s)):
                 await self._wake.wait()

@@ -18,7 +18,10 @@ import msgspec
 
 from kvfs.errors import ProtocolError
 
-VERSION = 2  # 2: a chunk may be published without checksums; `Arrived` names the chunks that are ahead
+VERSION = 3
+"""2: a chunk may be published without checksums; `Arrived` names the chunks that are ahead. 3: `Matched` names tiers;
+`Prefetch` and `Cancel`."""
+
 MAX_MESSAGE_BYTES = 160 * 1024
 MAX_BATCH = 4096
 
@@ -102,6 +105,24 @@ class Load(Request, frozen=True, tag="load"):
     stream: bool = False
 
 
+class Prefetch(Request, frozen=True, tag="prefetch"):
+    """A load of `keys` is likely: bring those of them that are on NVMe into RAM, the first of them first.
+
+    It is answered at once. Nothing is leased by it, nothing counts as a hit. Of all prefetches those of the highest
+    `priority` go first, then the oldest. It ends with `Cancel`, with the session, or when `deadline_ms` has passed.
+    """
+
+    keys: Keys
+    priority: Annotated[int, msgspec.Meta(ge=0, le=100)]
+    deadline_ms: Size
+
+
+class Cancel(Request, frozen=True, tag="cancel"):
+    """Give up what the `Prefetch` with the id `prefetch` has not begun yet."""
+
+    prefetch: Id
+
+
 class Release(Request, frozen=True, tag="release"):
     """End a lease that `Match` or `Load` gave."""
 
@@ -176,10 +197,14 @@ class Window(Reply, frozen=True, tag="window_reply"):
 
 
 class Matched(Reply, frozen=True, tag="matched"):
-    """`count` keys from the first on are stored; `lease` holds them (0 where there is nothing to hold)."""
+    """`count` keys from the first on are stored; `lease` holds them (0 where there is nothing to hold).
+
+    `tiers` has a byte for each of them, its `Tier` now.
+    """
 
     count: int
     lease: Size
+    tiers: bytes
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -242,7 +267,7 @@ class Failure(Reply, frozen=True, tag="failure"):
     message: str
 
 
-AnyRequest = Hello | OpenWindow | Match | Load | Release | Store | Publish | Abort | Suspect
+AnyRequest = Hello | OpenWindow | Match | Load | Prefetch | Cancel | Release | Store | Publish | Abort | Suspect
 AnyReply = Welcome | Window | Matched | Loaded | Arrived | Slots | Published | Done | Failure
 
 _encoder = msgspec.msgpack.Encoder()

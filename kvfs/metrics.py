@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
+import msgspec
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -14,6 +15,7 @@ from kvfs.system import System
 
 MAX_EVENT_BYTES = 4 << 20
 KEPT_EVENT_BYTES = 1 << 20
+_encoder = msgspec.json.Encoder(enc_hook=str)  # 0.4 us an event, json.dumps 5.5
 
 
 @dataclass(slots=True)
@@ -42,12 +44,24 @@ class Counters:
     published_bytes: int = field(default=0, metadata={"help": "bytes published"})
     promotions: int = field(default=0, metadata={"help": "chunks read from NVMe into RAM"})
     promotions_refused: int = field(default=0, metadata={"help": "promotions that found no room in RAM"})
+    prefetches_begun: int = field(default=0, metadata={"help": "chunks that prefetches began to read into RAM"})
+    prefetches_useful: int = field(default=0, metadata={"help": "of these, chunks that were then loaded"})
+    prefetches_wasted: int = field(
+        default=0, metadata={"help": "of these, chunks that left RAM, or could not be read, before anybody loaded them"}
+    )
+    prefetches_dropped: int = field(
+        default=0, metadata={"help": "chunks of prefetches that ended, or came too late, before they were begun"}
+    )
     corrupt: int = field(default=0, metadata={"help": "chunks dropped because they were proven bad"})
     rows_dropped: int = field(
         default=0, metadata={"help": "rows of the index dropped at the start: they cannot be true"}
     )
     io_errors: int = field(default=0, metadata={"help": "reads and writes that failed on the device"})
     written_bytes: int = field(default=0, metadata={"help": "bytes written to NVMe"})
+    not_admitted_unused: int = field(default=0, metadata={"help": "chunks kept from NVMe until their second use"})
+    not_admitted_budget: int = field(
+        default=0, metadata={"help": "chunks kept from NVMe by the write budget of the day"}
+    )
     evictions_ram: int = field(default=0, metadata={"help": "chunks evicted from RAM"})
     evictions_nvme: int = field(default=0, metadata={"help": "chunks evicted from NVMe, and so from everywhere"})
     evictions_quota: int = field(default=0, metadata={"help": "chunks evicted because of their namespace's quota"})
@@ -77,8 +91,7 @@ class EventLog:
     def append(self, kind: str, **facts: object) -> None:
         """Add an event."""
         self.num_events += 1
-        line = {"time_ns": self._system.time_ns(), "event": kind, **facts}
-        self._text += json.dumps(line, default=str).encode() + b"\n"
+        self._text += _encode({"time_ns": self._system.time_ns(), "event": kind, **facts}) + b"\n"
         if len(self._text) > MAX_EVENT_BYTES:
             cut = self._text.index(b"\n", len(self._text) - KEPT_EVENT_BYTES) + 1
             del self._text[:cut]
@@ -86,6 +99,13 @@ class EventLog:
     def read(self, offset: int, size: int) -> bytes:
         """Bytes from `offset`; fewer than `size` at the end."""
         return bytes(self._text[offset : offset + size])
+
+
+def _encode(line: dict[str, object]) -> bytes:
+    try:
+        return _encoder.encode(line)
+    except UnicodeEncodeError:  # a path that is no UTF-8, in the reason of an error
+        return json.dumps(line, default=str, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)

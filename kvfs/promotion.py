@@ -81,8 +81,15 @@ class Promoter:
         self._nursery = nursery
         self._under_way: dict[Chunk, Promotion] = {}
 
-    def start(self, chunks: Iterable[Chunk]) -> list[Promotion | None]:
-        """A promotion for each chunk, which is on NVMe only; None where RAM has no room for it now."""
+    def is_under_way(self, chunk: Chunk) -> bool:
+        """Whether this chunk is on its way into RAM."""
+        return chunk in self._under_way
+
+    def start(self, chunks: Iterable[Chunk], *, is_asked_for: bool = True) -> list[Promotion | None]:
+        """A promotion for each chunk, which is on NVMe only; None where RAM has no room for it now.
+
+        That is counted, unless nobody waits for them yet.
+        """
         promotions: list[Promotion | None] = []
         begun: list[Promotion] = []
         for chunk in chunks:
@@ -91,7 +98,7 @@ class Promoter:
                 self._residency.lease(chunk)  # making room must not evict what is to be read
                 offset = self._residency.reserve_ram(chunk.length)
                 if offset is None:
-                    self._residency.counters.promotions_refused += 1
+                    self._residency.counters.promotions_refused += is_asked_for
                     self._residency.release(chunk)
                 else:
                     buffer = self._residency.ram.view(offset, chunk.length)
@@ -164,7 +171,6 @@ class Promoter:
         del self._under_way[chunk]
         if promotion.error is None:
             residency.counters.promotions += 1
-            chunk.is_proven = True
             residency.ram.place(chunk, promotion.offset)
         else:
             residency.free_with_last_lease(chunk, promotion.offset)

@@ -5,9 +5,9 @@ index that can be trusted says beside that: hits, last use, the numbers of names
 which the device did not give the bytes, for that proves nothing. The new index is made under another name and takes its
 place in one step, the old one is set aside: until then an interrupt leaves everything as it was.
 
-A chunk that a person removed is not found: its first block was erased. An older copy of it, evicted before, may be there
-still; so what an index that can be trusted has let go stays away, and only where the index is lost do evicted chunks come
-back. What is unclaimed (see `kvfs.unclaimed`) was never let go.
+A chunk that was removed or evicted is not found: its first block was erased. An older copy of it may be there still, written
+when the power went before its commit, or evicted by a kvfs that did not erase; so what an index that can be trusted has let
+go stays away. What is unclaimed (see `kvfs.unclaimed`) was never let go.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ Invariants, between any two awaits:
 * a visible chunk has an extent in at least one tier, or is being given one by the task that made it;
 * the extents of a leased chunk are neither reused nor written;
 * an extent of the volume is free only if no committed row of the index names it;
-* what is pinned, or has to stay for the sake of what is, is not evicted from the lowest tier.
+* what is pinned, or has to stay for the sake of what is, is not evicted from the lowest tier;
+* no chunk is evicted to make room for one that is built on it;
+* what is kept back from NVMe is in RAM, and may be evicted from there unless it is held.
 
 Concurrency: belongs to the event loop's thread. Only `reserve_nvme` and `settle` wait; what they return is true when
 they return and must be used before the next await.
@@ -16,11 +18,12 @@ they return and must be used before the next await.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
 
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.commits import Commits
+from kvfs.copied_in import CopiedIn
 from kvfs.erasing import Eraser
 from kvfs.errors import UnavailableError
 from kvfs.ghosts import MAX_GHOSTS, Ghost, Ghosts
@@ -37,21 +40,25 @@ log = logging.getLogger(__name__)
 Change = Literal["published", "removed", "moved"]
 Observer = Callable[[Change, Chunk, PrefixDirectory[Chunk] | None], None]
 NameObserver = Callable[[ChunkTable, Renamed[Chunk]], None]
-GHOSTS_A_CHUNK = (
-    4  # fewer cost hits: what was used before is what will be used again (a hit ratio of .155 becomes .133)
-)
+GHOSTS_A_CHUNK = 4
+"""With fewer, what was used before is taken for new: 1 and 0 make a hit ratio of .155 one of .133 and .084."""
 BYPASSED = "bypass"
 _ASKED_FOR_AGAIN = ("evict", BYPASSED)
-_ERASED = frozenset({"rm", "expire"})
 
 
 class Residency:
     """The catalog and the tiers, kept in step.
 
-    Attributes: catalog, ram, nvme (None for a RAM cache), commits (None likewise), counters, events;
-    pins: what must stay in the lowest tier; ghosts: what is remembered of chunks that went; num_leases: holds on all
-    chunks together; observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or
-    goes; name_observers: of every prefix directory that got another name or place.
+    Attributes:
+        catalog, ram, nvme and commits (None for a RAM cache), counters, events.
+        pins: what must stay in the lowest tier; copied_in: what goes in an order of its own.
+        ghosts: what is remembered of chunks that went.
+        num_leases: holds on all chunks together.
+        kept_back_bytes: of chunks that admission keeps from NVMe; on_held: told of one that must not be evicted any more.
+        over_quota: namespaces that have to let go of something as soon as they can: of these `on_last_lease` is told when
+            nobody holds a chunk any more.
+        observers: told of every chunk that appears, moves in the prefix view (with the directory it was in) or goes.
+        name_observers: of every prefix directory that got another name or place.
     """
 
     def __init__(
@@ -71,17 +78,24 @@ class Residency:
         self.events = events
         self.ghosts = Ghosts()
         self.pins = Pins(self._held_changed)
+        self.copied_in = CopiedIn(system.monotonic)
         self.lowest = nvme or ram  # from which nothing comes back
         self._longest: int | None = None  # see `_longest_gap`; None: not known
         self._order = self.lowest.policy
         self._order.is_held = self.pins.is_held
+        self._order.is_grouped = lambda chunk: self.copied_in.depth(chunk) is not None
+        self._order.group = self._deepest_copied
         self.observers: list[Observer] = []
         self.eraser = Eraser(nvme, counters) if nvme is not None else None
         self.name_observers: list[NameObserver] = []
         self._system = system
         self.num_leases = 0
-        self._to_erase: set[Chunk] = set()  # removed, and still with bytes
+        self.over_quota: set[ChunkTable] = set()
+        self.on_last_lease: Callable[[ChunkTable], None] = lambda _: None
         self._unfinished: dict[Chunk, list[int]] = {}
+        self._kept_back: set[Chunk] = set()
+        self.kept_back_bytes = 0
+        self.on_held: Callable[[Chunk], None] = lambda _: None
 
     # leases
 
@@ -101,6 +115,8 @@ class Residency:
                 self.ram.extents.free(offset, chunk.length)
         if chunk.is_removed:
             self._give_back(chunk)
+        elif self.over_quota and chunk.table in self.over_quota:
+            self.on_last_lease(chunk.table)
 
     def lease_all(self, chunks: Collection[Chunk]) -> None:
         """Hold many at once: a match has hundreds, and its client waits."""
@@ -111,7 +127,7 @@ class Residency:
     def release_all(self, chunks: Collection[Chunk]) -> None:
         """End one hold of each."""
         for chunk in chunks:
-            if chunk.leases == 1 and (chunk.is_removed or self._unfinished):
+            if chunk.leases == 1 and (chunk.is_removed or self._unfinished or self.over_quota):
                 self.release(chunk)
             else:
                 chunk.leases -= 1
@@ -138,15 +154,10 @@ class Residency:
             for observer in self.name_observers:
                 observer(table, renamed)
 
-    def discard(self, chunk: Chunk, why: str, *, erases: bool = False) -> None:
-        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable.
-
-        With `erases`, and where a person wants it gone, a scan of the volume does not find it again.
-        """
+    def discard(self, chunk: Chunk, why: str) -> None:
+        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable."""
         if chunk.is_removed:
             return
-        if erases or why in _ERASED:
-            self._to_erase.add(chunk)
         if chunk.position == 0 or chunk.parent in chunk.table.chunks:
             self._demote_descendants(chunk)  # else that was done when its parent went
         if self.commits is not None:  # also for a dirty one: its row may be on its way
@@ -154,7 +165,9 @@ class Residency:
         self.ram.policy.remove(chunk)
         if self.nvme is not None:
             self.nvme.policy.remove(chunk)
+        self.no_longer_kept_back(chunk)
         directory = self.catalog.discard(chunk)
+        self.copied_in.removed(chunk)
         if self.pins.removed(chunk) and self.commits is not None:
             self.commits.pin(chunk.table.number, chunk.key, None)
         self._remember(chunk, why)
@@ -188,10 +201,39 @@ class Residency:
         if self.pins.is_held(chunk):
             self._longest = None
 
+    def keep_back(self, chunk: Chunk) -> None:
+        """A chunk that is in RAM only is not to be written to NVMe, for now."""
+        self._kept_back.add(chunk)
+        self.kept_back_bytes += chunk.length
+
+    def is_kept_back(self, chunk: Chunk) -> bool:
+        """Whether it may be evicted from RAM though it is nowhere else."""
+        return chunk in self._kept_back
+
+    @property
+    def num_kept_back(self) -> int:
+        """How many chunks admission keeps from NVMe."""
+        return len(self._kept_back)
+
+    def no_longer_kept_back(self, chunk: Chunk) -> None:
+        """It will be written, or it is gone; one that was not kept back is no error."""
+        if chunk in self._kept_back:
+            self._kept_back.remove(chunk)
+            self.kept_back_bytes -= chunk.length
+
+    def _deepest_copied(self) -> Iterator[Chunk]:
+        """What copies have brought that may leave the lowest tier, the deepest first."""
+        is_ram = self.nvme is None
+        for chunk in self.copied_in.deepest_first():
+            if (chunk.ram if is_ram else chunk.nvme) != NOWHERE and not self.pins.is_held(chunk):
+                yield chunk
+
     def _held_changed(self, chunk: Chunk, is_held: bool) -> None:
         self._longest = None
         if is_held:
             self._order.hold(chunk)
+            if chunk in self._kept_back:
+                self.on_held(chunk)
         else:
             self._order.let_go(chunk)
 
@@ -224,13 +266,11 @@ class Residency:
         extent = self.nvme.forget(chunk) if self.nvme is not None else None
         if extent is not None:
             self.free_on_nvme(chunk, extent[0])
-        self._to_erase.discard(chunk)
 
     def free_on_nvme(self, chunk: Chunk, offset: int) -> None:
         """Free an extent of the volume that held a chunk which was removed, when no row can name it any more."""
         if self.commits is not None:
-            erase = self.eraser.put if self.eraser is not None and chunk in self._to_erase else None
-            self.commits.free_later(offset, chunk.length, erase)
+            self.commits.free_later(offset, chunk.length, self.eraser.put if self.eraser is not None else None)
 
     def arrived(self, policy: Policy[Chunk], chunks: Collection[Chunk]) -> None:
         """Chunks came into the tier of this policy: what they are built on must not go before them."""
@@ -252,12 +292,23 @@ class Residency:
             return None
         return self.ram.reserve(length, self._may_leave_ram, self._evict_from_ram, above)
 
+    def reserve_ram_for_copy(self, length: int, position: int | None) -> int | None:
+        """The same for a file that is being copied in, the chunk at this position of its chain if that is known."""
+
+        def may_go(chunk: Chunk) -> bool:
+            is_lost = chunk.nvme == NOWHERE
+            return self._may_leave_ram(chunk) and (not is_lost or self.copied_in.may_go_for(chunk, position))
+
+        if self.nvme is None and length > self._longest_gap():
+            return None
+        return self.ram.reserve(length, may_go, self._evict_from_ram)
+
     def _may_leave_ram(self, chunk: Chunk) -> bool:
         if chunk.leases:
             return False
         if chunk.nvme != NOWHERE:
             return True
-        return not self.pins.is_held(chunk) and (self.nvme is None or self.nvme.is_degraded)
+        return not self.pins.is_held(chunk) and (self.nvme is None or self.nvme.is_degraded or chunk in self._kept_back)
 
     def _evict_from_ram(self, chunk: Chunk) -> None:
         self.counters.evictions_ram += 1
@@ -283,28 +334,75 @@ class Residency:
         self._longest = max(longest, extents.base + extents.capacity - end)
         return self._longest
 
-    async def reserve_nvme(self, lengths: Iterable[int]) -> list[int]:
-        """Extents of the volume, evicting the least worthy chunks; fewer than asked for if they cannot be had.
+    async def reserve_nvme(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Extents of the volume for these chunks, evicting the least worthy; fewer than asked for if they cannot be had.
 
+        A chunk for which only what it is built on could go is the least worthy itself: it goes, and has NOWHERE.
         Raises UnavailableError if the index cannot be written.
         """
         assert self.nvme is not None
         offsets: list[int] = []
-        sizes: list[int] = []
-        for length in lengths:
-            while (offset := self.nvme.extents.allocate(length)) is None:
-                victims = self.nvme.least_worthy(length)
-                if not victims or length > self._longest_gap():
-                    return offsets
-                for victim in victims:
-                    self.counters.evictions_nvme += 1
-                    self.discard(victim, "evict")
-                try:
+        try:
+            for chunk in chunks:
+                while (offset := self.nvme.extents.allocate(chunk.length)) is None and not chunk.is_removed:
+                    if not self._make_room_on_nvme(chunk, frozenset(chunks)):
+                        return offsets
                     await self.settle()
-                except UnavailableError:
-                    for extent in zip(offsets, sizes, strict=True):
-                        self.nvme.extents.free(*extent)
-                    raise
-            offsets.append(offset)
-            sizes.append(length)
+                    if self.eraser is not None:
+                        await self.eraser.free()
+                offsets.append(NOWHERE if offset is None else offset)
+        except UnavailableError:
+            for chunk, offset in zip(chunks, offsets, strict=False):
+                if offset != NOWHERE:
+                    self.nvme.extents.free(offset, chunk.length)
+            raise
         return offsets
+
+    def _make_room_on_nvme(self, chunk: Chunk, group: frozenset[Chunk]) -> bool:
+        """Evict something for a chunk, or the chunk itself and what is built on it; returns whether anything could go.
+
+        A chunk that an engine stored without the one before it is less worthy than all others: nobody can reach it.
+
+        `group` is what is being written with it.
+        """
+        assert self.nvme is not None
+        if chunk.length > self._longest_gap():
+            return False
+        prefix = frozenset(chunk.prefix())
+        is_held = self.pins.is_held(chunk)
+        is_copied = self.copied_in.depth(chunk) is not None and not is_held
+        is_wanted = is_held or is_copied or not chunk.position or chunk.parent in chunk.table.chunks
+
+        def may_go(victim: Chunk) -> bool:
+            if victim.leases or victim in prefix:
+                return False
+            return not is_copied or self.copied_in.may_go_for(victim, chunk.position)
+
+        victims = self.nvme.least_worthy(chunk.length, may_go) if is_wanted else []
+        are_last = not victims or self.copied_in.depth(victims[0]) is not None
+        if is_copied and are_last and self.copied_in.is_writing_deeper(chunk, group):
+            return False
+        if victims:
+            self._evict_from_nvme(victims, chunk.length)
+            return True
+        if is_held or not any(self.nvme.policy.victims(lambda victim: not victim.leases)):
+            return False
+        for orphan in [each for each in chunk.table.prefixes.descendants(chunk) if each.is_dirty]:
+            self._lost_room(orphan)
+        self._lost_room(chunk)
+        return True
+
+    def _lost_room(self, chunk: Chunk) -> None:
+        """A dirty chunk is less worthy than all that is on the volume, and it is not held."""
+        self.counters.evictions_nvme += 1
+        self.discard(chunk, "evict")
+
+    def _evict_from_nvme(self, victims: list[Chunk], wanted: int) -> None:
+        """Evict what makes room for `wanted` bytes and some more, but copied chunks only as far as need be."""
+        freed = 0
+        for victim in victims:
+            if freed >= wanted and self.copied_in.depth(victim) is not None:
+                return
+            freed += victim.length
+            self.counters.evictions_nvme += 1
+            self.discard(victim, "evict")

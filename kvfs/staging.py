@@ -46,12 +46,14 @@ class Staged:
         inode: the chunk that it becomes has the same.
         limit_bytes: what it can have at most; first_bytes: the size of its first extent.
         size: bytes so far.
+        position: in its chain, of the chunk that it is to be; None while nobody knows.
         written_s: when that was changed last, on the system's monotonic clock.
         is_over: it was dropped, or has become a chunk.
     """
 
     __slots__ = (
-        "capacity", "first_bytes", "inode", "is_over", "limit_bytes", "lock", "offset", "size", "written_s",
+        "capacity", "first_bytes", "inode", "is_over", "limit_bytes", "lock", "offset", "position", "size",
+        "written_s",
     )  # fmt: skip
 
     def __init__(self, inode: int, limit_bytes: int, first_bytes: int, now_s: float) -> None:
@@ -59,6 +61,7 @@ class Staged:
         self.limit_bytes = limit_bytes
         self.first_bytes = first_bytes
         self.size = 0
+        self.position: int | None = None
         self.written_s = now_s
         self.is_over = False
         self.lock = trio.Lock()
@@ -72,10 +75,15 @@ class Staging:
     Attributes:
         num_files: how many there are; size_bytes: of their extents.
 
-    `room` gives an extent of the arena, waiting for a while if it must, or None.
+    `room` gives an extent of the arena for a file at this position of its chain, waiting for a while if it must, or None.
     """
 
-    def __init__(self, ram: RamTier, room: Callable[[int], Awaitable[int | None]], now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        ram: RamTier,
+        room: Callable[[int, int | None], Awaitable[int | None]],
+        now_s: Callable[[], float],
+    ) -> None:
         self.num_files = 0
         self.size_bytes = 0
         self._ram = ram
@@ -178,7 +186,7 @@ class Staging:
             raise CapacityError("half of the RAM tier holds files that are being copied in")
         self.size_bytes += wanted  # before the wait, so that many at once cannot pass the bound
         try:
-            offset = await self._room(wanted)
+            offset = await self._room(wanted, staged.position)
         except BaseException:
             self.size_bytes -= wanted
             raise

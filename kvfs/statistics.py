@@ -39,6 +39,9 @@ class Statistics(msgspec.Struct, frozen=True):
     num_ghosts: int
     num_pinned: int
     held_bytes: int
+    num_kept_back: int
+    kept_back_bytes: int
+    admitted_today_bytes: int
     num_staging: int
     staging_bytes: int
     ram: TierStatistics
@@ -54,6 +57,8 @@ def gauges(now: Statistics) -> list[Gauge]:
         Gauge("pinned", "chunks that are pinned", now.num_pinned),
         Gauge("held_bytes", "bytes of chunks that are not evicted because of pins", now.held_bytes),
         Gauge("dirty_bytes", "bytes in RAM that are not on NVMe yet", now.dirty_bytes),
+        Gauge("kept_back_bytes", "bytes in RAM that admission keeps from NVMe", now.kept_back_bytes),
+        Gauge("admitted_today_bytes", "bytes that were admitted to NVMe today (UTC)", now.admitted_today_bytes),
         Gauge("leases", "holds on chunks", now.num_leases),
         Gauge("staging_files", "files that are being copied in", now.num_staging),
         Gauge("staging_bytes", "bytes in RAM of files that are being copied in", now.staging_bytes),

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 import trio
 
 from kvfs import namespace as namespaces
+from kvfs.admission import Admission
 from kvfs.arena import Arena
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.chunk import Facts, geometry, parse_header, verify_payload
@@ -28,6 +29,7 @@ from kvfs.limits import Limits
 from kvfs.messages import NewChunk, StoreStatus, Tier
 from kvfs.metrics import Counters, render
 from kvfs.namespace import Namespace
+from kvfs.prefetch import Order, Prefetcher
 from kvfs.promotion import Promoter, Promotion, drop_corrupt
 from kvfs.residency import NameObserver, Observer, Residency
 from kvfs.staging import Staged
@@ -72,11 +74,14 @@ class Store:
         self._used: set[Chunk] = set()
         self._last_number = 0  # of a namespace
         self._promoter: Promoter | None = None
+        self._prefetcher: Prefetcher | None = None
         self._writer: WriteBehind | None = None
         self._cold: ColdReads | None = None
         if residency.nvme is not None and residency.commits is not None:
             self._promoter = Promoter(residency, residency.nvme, nursery)
-            self._writer = WriteBehind(residency, residency.nvme, residency.commits)
+            self._prefetcher = Prefetcher(residency, self._promoter, system)
+            admission = Admission(settings.admission, settings.write_budget_bytes, residency.commits.spent_before())
+            self._writer = WriteBehind(residency, residency.nvme, residency.commits, admission, system.time_ns)
             self._cold = ColdReads(residency, residency.nvme)
         self._storing = Storing(settings, system, residency, self.limits, self._writer, self._copies)
         self.staging = self._storing.staging
@@ -130,6 +135,8 @@ class Store:
         assert not table.num_sessions
         self.catalog.forget(table)
         self._storing.forget(table)
+        self._residency.copied_in.is_over(table)
+        self.limits.forget(table)
         self.events.append("namespace_removed", namespace=table.directory)
         if self._residency.commits is not None:
             self._residency.commits.remove_namespace(table.number, table.directory)
@@ -177,6 +184,11 @@ class Store:
         assert self._promoter is not None
         return self._promoter.start(chunks)
 
+    def prefetch(self, chunks: Iterable[Chunk], priority: int, deadline_s: float) -> Order:
+        """Bring those of these chunks of one chain that are on NVMe only into RAM, the first first; see `Prefetcher`."""
+        assert self._prefetcher is not None
+        return self._prefetcher.order(chunks, priority, deadline_s)
+
     def touch(self, chunks: Sequence[Chunk], sources: Sequence[Tier]) -> None:
         """An engine loaded these chunks of one chain, head first. Call it after the reply is out."""
         now_ns = self.system.time_ns()
@@ -187,6 +199,10 @@ class Store:
         self.counters.loads_ram += num_ram
         self.counters.loads_nvme += len(chunks) - num_ram
         self.counters.loaded_bytes += sum([chunk.length for chunk in chunks])
+        if self._prefetcher is not None:
+            self._prefetcher.loaded(chunks)
+        if self._writer is not None:
+            self._writer.used(chunks)
         self._residency.ram.policy.touch(chunks)
         if self._residency.nvme is not None:
             self._residency.nvme.policy.touch(chunks)
@@ -260,6 +276,10 @@ class Store:
         """See `Storing`."""
         return await self._storing.admit(staged, table, key)
 
+    def copying_is_over(self, table: ChunkTable) -> None:
+        """Nothing more is copied to this namespace: what came is evicted like all else."""
+        self._residency.copied_in.is_over(table)
+
     # removing
 
     async def remove(self, chunks: Iterable[Chunk], reason: str = "rm") -> None:
@@ -295,6 +315,9 @@ class Store:
             num_ghosts=len(self._residency.ghosts),
             num_pinned=len(self._residency.pins),
             held_bytes=self._residency.pins.held_bytes,
+            num_kept_back=self._residency.num_kept_back,
+            kept_back_bytes=self._residency.kept_back_bytes,
+            admitted_today_bytes=self._writer.admission.spent_on(self.system.time_ns()).num_bytes if self._writer else 0,
             num_staging=self.staging.num_files,
             staging_bytes=self.staging.size_bytes,
             ram=TierStatistics(ram.extents.capacity, ram.extents.used_bytes, len(ram.policy), self.arena.kind),
@@ -329,6 +352,8 @@ class Store:
             with life:
                 async with trio.open_nursery() as inner:
                     inner.start_soon(self.limits.run)
+                    if self._prefetcher is not None:
+                        inner.start_soon(self._prefetcher.run)
                     if self._writer is not None and self._residency.commits is not None:
                         inner.start_soon(self._residency.commits.run)
                         if self._residency.eraser is not None:

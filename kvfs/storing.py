@@ -1,6 +1,7 @@
 """Storing: how chunks come in, from engines that reserve room and publish, and from files that are copied in.
 
-Nothing is visible before every byte of it was verified. Both ways end in the same step, `_make_visible`.
+Nothing is visible before every byte of it has its checksum, seen here or sealed by a trusted client. Both ways end in the
+same step, `_make_visible`.
 
 Concurrency: belongs to the event loop's thread. What a reservation or a staged file holds is nobody else's until then;
 threads that receive or prove are never abandoned.
@@ -147,9 +148,9 @@ class Storing:
         before its parent would head a prefix of its own. The reservations are used up, whatever happens.
         """
         created_ns = self._system.time_ns()
-        num_bytes = sum(handed.reservation.geometry.payload_bytes for handed in chunks)
-        queue = deque(enumerate(chunks))
-        is_good = [False] * len(chunks)
+        is_good = [handed.is_at_hand and self._receive(handed, created_ns) for handed in chunks]
+        queue = deque([(index, handed) for index, handed in enumerate(chunks) if not handed.is_at_hand])
+        num_bytes = sum(handed.reservation.geometry.payload_bytes for _, handed in queue)
 
         def receive_some() -> None:
             while queue:
@@ -161,7 +162,7 @@ class Storing:
 
         with trio.CancelScope(shield=True):  # a thread that writes into the arena is never abandoned
             async with trio.open_nursery() as nursery:
-                for _ in range(min(len(chunks), int(self._copies.total_tokens), 1 + num_bytes // _BYTES_A_THREAD)):
+                for _ in range(min(len(queue), int(self._copies.total_tokens), 1 + num_bytes // _BYTES_A_THREAD)):
                     nursery.start_soon(partial(trio.to_thread.run_sync, receive_some, limiter=self._copies))
             if turn is not None:
                 await turn.wait()
@@ -170,7 +171,7 @@ class Storing:
         ]
 
     def _receive(self, handed: Handed, created_ns: int) -> bool:
-        """In a thread: whether the payload is there and good."""
+        """Whether the payload is there and good; in a thread, unless it is at hand."""
         reservation = handed.reservation
         new, geo = reservation.new, reservation.geometry
         view = self._residency.ram.view(reservation.offset, geo.file_bytes)
@@ -203,8 +204,8 @@ class Storing:
         chunk, moves = self._residency.catalog.create(
             reservation.table, reservation.key, Key(new.parent), new.position, new.num_tokens, created_ns, inode
         )
-        if self._residency.recall(chunk) == "evict":
-            self._counters.stores_returned += 1
+        why_it_went = self._residency.recall(chunk)
+        self._counters.stores_returned += why_it_went == "evict"
         self._residency.ram.place(chunk, reservation.offset)
         self._counters.stores_published += 1
         self._counters.published_bytes += chunk.length
@@ -212,7 +213,8 @@ class Storing:
         self._residency.tell_moves(chunk.table, moves)
         self._residency.tell("published", chunk, chunk.home)
         if self._writer is not None:
-            self._writer.add(chunk)
+            is_asked_for = inode is not None or self._residency.pins.is_held(chunk)  # copied in, or pinned
+            self._writer.add(chunk, is_used=why_it_went is not None, is_asked_for=is_asked_for)
         return chunk
 
     def _free_reserved(self, reservation: Reservation) -> None:
@@ -230,32 +232,39 @@ class Storing:
         async with self.staging.holding(staged):
             raw = self.staging.view(staged)
             geo, facts = await trio.to_thread.run_sync(prove, table.namespace, key, raw, limiter=self._copies)
+            has_room = (
+                key in table.chunks
+                or not self._fits(geo)
+                or await self._limits.make_room_for_copy(table, geo.file_bytes, facts.parent, facts.position)
+            )
             if self._residency.catalog.tables.get(table.directory) is not table:
                 raise UsageError(f"{table.directory} was removed meanwhile")
             known = table.chunks.get(key)
             if known is not None:
                 self._counters.copies_existing += 1
+                self._residency.copied_in.brought(known)
                 self.staging.drop(staged)
                 return known
-            parent = _parent(table, facts.parent, facts.position)
+            _parent(table, facts.parent, facts.position)  # raises if they contradict each other
             if staged.is_over:
                 raise UsageError("the file was dropped meanwhile")
             if not self._fits(geo):
                 raise CapacityError("a tier is smaller than this chunk")
-            if not self._limits.make_room(table, geo.file_bytes, parent):
+            if not has_room:
                 raise CapacityError(f"{table.directory} has reached its quota")
             table.reserved_bytes += geo.file_bytes
             new = NewChunk(facts.chain, facts.parent, facts.position, facts.num_tokens)
             reservation = Reservation(table, new, key, geo, self.staging.take(staged, geo.file_bytes))
             chunk = self._make_visible(reservation, facts.created_ns, staged.inode)
+            self._residency.copied_in.brought(chunk)
         chunk.last_used_ns = max(chunk.created_ns, self._system.time_ns())  # else it would be old before it is used
         self._counters.copies_admitted += 1
         self.stored([chunk])
         return chunk
 
-    async def _wait_for_room(self, length: int) -> int | None:
+    async def _wait_for_room(self, length: int, position: int | None) -> int | None:
         """An extent of the arena for what is being copied in, which unlike an engine can wait for the volume."""
-        offset = self._residency.reserve_ram(length)
+        offset = self._residency.reserve_ram_for_copy(length, position)
         writer, ram = self._writer, self._residency.ram
         if offset is not None or writer is None or length > ram.extents.capacity:
             return offset
@@ -266,7 +275,7 @@ class Storing:
             with trio.move_on_after(_ROOM_DEADLINE_S):
                 while offset is None and writer.num_dirty:
                     await writer.progress()
-                    offset = self._residency.reserve_ram(length)
+                    offset = self._residency.reserve_ram_for_copy(length, position)
         finally:
             self._num_waiting_for_room -= 1
         return offset

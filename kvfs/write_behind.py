@@ -4,6 +4,8 @@ Clean means durable: write, then sync the volume, then commit the index; only th
 leave RAM. If the device fails the tier is degraded: the chunks stay dirty in RAM, may be evicted from there like those
 of a RAM cache, and the writes are tried again.
 
+What `Admission` turns away is kept back, in RAM only, and judged again when it is used or held.
+
 Concurrency: two tasks, one writes groups, one makes them durable, in the same order, all that are written at once: a
 commit takes tens of milliseconds beside the writes of the next groups, which must not wait for it. The chunks of a
 group are leased meanwhile, so that their bytes stay where they are.
@@ -14,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import trio
 
-from kvfs.catalog import Chunk
+from kvfs.admission import Admission, Verdict
+from kvfs.catalog import NOWHERE, Chunk
 from kvfs.commits import Commits
 from kvfs.errors import UnavailableError
 from kvfs.index import ChunkRow
@@ -39,11 +43,13 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 30.0
 class _Group:
     """Chunks that are written together.
 
-    Attributes: chunks: leased; pairs: those that got an extent, with its offset; put: those whose row is committed.
+    Attributes: chunks: leased; pairs: those that got an extent, with its offset; left: those for which there was no room;
+    put: those whose row is committed.
     """
 
     chunks: list[Chunk]
     pairs: list[tuple[Chunk, int]] = field(default_factory=list)
+    left: list[Chunk] = field(default_factory=list)
     put: set[Chunk] = field(default_factory=set)
 
 
@@ -53,35 +59,75 @@ class WriteBehind:
     Attributes: dirty_bytes, num_dirty: what is waiting or being written.
     """
 
-    def __init__(self, residency: Residency, nvme: NvmeTier, commits: Commits) -> None:
+    def __init__(
+        self, residency: Residency, nvme: NvmeTier, commits: Commits, admission: Admission, now_ns: Callable[[], int]
+    ) -> None:
+        self.admission = admission
+        self._now_ns = now_ns  # since the epoch
         self._residency = residency
         self._nvme = nvme
         self._commits = commits
         self._queue: deque[Chunk] = deque()
         self._changed = trio.Event()
+        self._is_awaited = False
         self._retry_s = _FIRST_RETRY_S
         self._retry_at = 0.0  # of trio's clock
         self.dirty_bytes = 0
         self.num_dirty = 0
+        residency.on_held = self._judge_again
 
-    def add(self, chunk: Chunk) -> None:
-        """A chunk was published and is in RAM only."""
+    def add(self, chunk: Chunk, *, is_used: bool, is_asked_for: bool) -> None:
+        """A chunk was published and is in RAM only. For the rest see `Admission.admit`."""
+        if self._is_admitted(chunk, is_used=is_used, is_asked_for=is_asked_for):
+            self._append(chunk)
+        else:
+            self._residency.keep_back(chunk)
+
+    def used(self, chunks: Iterable[Chunk]) -> None:
+        """An engine loaded these chunks."""
+        if self._residency.num_kept_back:
+            for chunk in chunks:
+                if self._residency.is_kept_back(chunk):
+                    self._judge_again(chunk)
+
+    def _judge_again(self, chunk: Chunk) -> None:
+        if self._is_admitted(chunk, is_used=True, is_asked_for=self._residency.pins.is_held(chunk)):
+            self._residency.no_longer_kept_back(chunk)
+            self._append(chunk)
+
+    def _is_admitted(self, chunk: Chunk, *, is_used: bool, is_asked_for: bool) -> bool:
+        now_ns = self._now_ns()
+        verdict = self.admission.admit(chunk.length, now_ns, is_used=is_used, is_asked_for=is_asked_for)
+        if verdict is Verdict.ADMITTED:
+            if self.admission.budget_bytes is not None:
+                self._commits.spent(self.admission.spent_on(now_ns))
+        elif verdict is Verdict.UNUSED:
+            self._residency.counters.not_admitted_unused += 1
+        else:
+            self._residency.counters.not_admitted_budget += 1
+        return verdict is Verdict.ADMITTED
+
+    def _append(self, chunk: Chunk) -> None:
         self._queue.append(chunk)
         self.num_dirty += 1
         self.dirty_bytes += chunk.length
         self._notify()
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        """Wake whoever waits for a change; with nobody waiting this costs nothing, and it is called for each chunk."""
+        if self._is_awaited:
+            self._is_awaited = False
+            self._changed.set()
+            self._changed = trio.Event()
 
     async def drain(self) -> None:
         """Wait until nothing is dirty. Waits for ever while the device fails: bound it."""
         while self.num_dirty:
-            await self._changed.wait()
+            await self.progress()
 
     async def progress(self) -> None:
         """Wait until a chunk became dirty or clean."""
+        self._is_awaited = True
         await self._changed.wait()
 
     async def run(self) -> None:
@@ -94,12 +140,13 @@ class WriteBehind:
     async def _write_groups(self, send: trio.MemorySendChannel[_Group]) -> None:
         while True:
             while not self._queue:
-                await self._changed.wait()
+                await self.progress()
             await trio.sleep_until(self._retry_at)
             group = _Group(self._take_group())
             try:
-                offsets = await self._residency.reserve_nvme(chunk.length for chunk in group.chunks)
-                group.pairs = list(zip(group.chunks, offsets, strict=False))
+                offsets = await self._residency.reserve_nvme(group.chunks)
+                group.left = group.chunks[len(offsets) :]
+                group.pairs = [pair for pair in zip(group.chunks, offsets, strict=False) if pair[1] != NOWHERE]
                 await self._transfer(group.pairs)
             except (OSError, UnavailableError) as error:
                 self._failed(group, error)
@@ -147,9 +194,8 @@ class WriteBehind:
         for chunk, offset in group.pairs:
             self._became_clean(chunk, offset, was_put=chunk in group.put)
         self._residency.arrived(self._nvme.policy, [chunk for chunk, _ in group.pairs])
-        left = group.chunks[len(group.pairs) :]
-        self._return_group(group.chunks, left)
-        if left:
+        self._return_group(group.chunks, group.left)
+        if group.left:
             self._try_later()
             return
         self._retry_s = _FIRST_RETRY_S
@@ -174,6 +220,8 @@ class WriteBehind:
             self._residency.lease(chunk)
             group.append(chunk)
             size += chunk.length
+        if any(self._residency.copied_in.depth(chunk) is not None for chunk in group):
+            group.sort(key=attrgetter("position"))  # of what came by copying the beginning stays
         return group
 
     def _return_group(self, group: list[Chunk], left: list[Chunk]) -> None:
@@ -218,7 +266,6 @@ class WriteBehind:
 
     def _became_clean(self, chunk: Chunk, offset: int, *, was_put: bool) -> None:
         if not chunk.is_removed:
-            chunk.is_proven = True
             self._nvme.place(chunk, offset)
             self._residency.placed_on_nvme(chunk)
             return

@@ -13,7 +13,7 @@ import msgspec
 
 import kvfs
 from kvfs import config, namespace
-from kvfs.mount.tree import Fixed, Role
+from kvfs.mount.nodes import Fixed, Role
 from kvfs.store import Store
 
 README = """\

@@ -14,16 +14,18 @@ from __future__ import annotations
 import errno
 import re
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvfs import namespace as namespaces
 from kvfs.catalog import Chunk, ChunkTable
-from kvfs.chunk import geometry, parse_file_name
-from kvfs.errors import CapacityError
+from kvfs.chunk import geometry, parse_file_name, parse_header
+from kvfs.errors import CapacityError, CorruptChunk
 from kvfs.keys import KEY_BYTES, Key
 from kvfs.mount.errnos import Refused
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations
+from kvfs.mount.nodes import MAX_NAME_BYTES, Fixed, Node, Role
 from kvfs.mount.proof import Proof
 from kvfs.mount.staged_names import (
     MAX_ALIASES,
@@ -35,7 +37,7 @@ from kvfs.mount.staged_names import (
     Home,
     StagedFile,
 )
-from kvfs.mount.tree import MAX_NAME_BYTES, Fixed, Node, Role, Tree
+from kvfs.mount.tree import Tree
 from kvfs.namespace import MAX_NAMESPACE_JSON_BYTES
 from kvfs.prefixes import PrefixDirectory
 from kvfs.staging import MAX_FILE_BYTES, MAX_TIME_NS
@@ -43,6 +45,8 @@ from kvfs.store import Store
 
 MAX_DEPTH = 128  # of prefix directories that people make; trees of engines are as deep as their prompts branch
 MAX_AGE_S = 600.0  # of a staged file that nobody writes to, of a draft, of a second name
+MAX_EMPTY_DIRECTORIES = 1 << 16  # of prefixes, which people have made: some 30 MB
+_COPY_BYTES = 1 << 20
 _FIRST_BYTES = 64 << 10  # of a file of which nobody knows how large it will be
 _RENAME_NOREPLACE = 1  # rename(2)
 _DIRECTORY = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
@@ -94,8 +98,11 @@ class CopyingIn:
             self._names.files[parent.inode, name] = file
         return file
 
-    def open(self, node: Node) -> StagedFile:
-        """A file that is there: a staged one itself; of a chunk or a namespace.json a new one that may take its place."""
+    def open(self, node: Node, *, is_cut: bool = False) -> StagedFile:
+        """A file that is there: a staged one itself; of a chunk or a namespace.json a new one that may take its place.
+
+        That of a chunk, which the caller leases, begins with the chunk's content unless it is cut.
+        """
         if isinstance(node, StagedFile):
             if node.staged.is_over:
                 raise Refused(errno.ENOENT)
@@ -105,7 +112,9 @@ class CopyingIn:
                 node.home.num_open += 1
             return node
         if isinstance(node, Chunk):
-            return self._new(node.table, node.file_name.encode(), node.inode, key=node.key)
+            file = self._new(node.table, node.file_name.encode(), node.inode, key=node.key)
+            file.original = None if is_cut or (node.is_removed and not node.leases) else node
+            return file
         if isinstance(node, Fixed) and node.role is Role.NAMESPACE_JSON and node.table is not None:
             return self._new(node.table, _JSON, node.inode, is_identity=True)
         raise Refused(errno.EROFS)
@@ -113,6 +122,12 @@ class CopyingIn:
     async def write(self, file: StagedFile, offset: int, piece: bytes) -> None:
         """Put bytes into a file. Raises CapacityError too."""
         self._check_changeable(file, offset + len(piece))
+        await self._begin_copy(file, lambda original: not offset and len(piece) >= original.length)
+        if not offset and file.table is not None and not file.is_identity:
+            try:
+                file.staged.position = parse_header(file.table.namespace, piece)[1].position
+            except CorruptChunk:
+                pass  # only the first bytes of a header have come, or the proof will say what it is
         try:
             await self._store.staging.write(file.staged, offset, piece)
         except CapacityError as error:
@@ -122,8 +137,24 @@ class CopyingIn:
     async def truncate(self, file: StagedFile, size: int) -> None:
         """Cut or lengthen a file. Raises CapacityError too."""
         self._check_changeable(file, size)
+        await self._begin_copy(file, lambda _: not size)
         if size != file.staged.size:
             await self._store.staging.truncate(file.staged, size)
+
+    async def _begin_copy(self, file: StagedFile, is_replaced: Callable[[Chunk], bool]) -> None:
+        """Something is about to be written over a stored chunk: copy it first, unless all of it is replaced at once."""
+        original = file.original
+        if original is None:
+            return
+        async with file.lock:
+            if file.original is not original:  # somebody else has written meanwhile
+                return
+            if not is_replaced(original):
+                for begin in range(0, original.length, _COPY_BYTES):
+                    await self._store.staging.write(
+                        file.staged, begin, await self._store.read(original, begin, _COPY_BYTES)
+                    )
+            file.original = None
 
     async def flush(self, file: StagedFile) -> None:
         """A descriptor of a file was closed: if it has a name to prove, it must prove it now.
@@ -148,10 +179,11 @@ class CopyingIn:
         if file.num_open:
             return
         self._names.open_files.discard(file)
-        if self._names.places(file):
+        is_wanted = file.staged.size or file.is_hidden or file.table is None  # nothing comes of an empty chunk
+        if self._names.places(file) and is_wanted:
             self._store.staging.fit(file.staged)
         else:
-            self._store.staging.drop(file.staged)
+            self._proof.drop(file)
 
     # names
 
@@ -170,6 +202,12 @@ class CopyingIn:
                 raise Refused(errno.EPERM)
             return
         if not isinstance(node, StagedFile):
+            raise Refused(errno.EPERM)
+        if self._names.files.get((new_parent.inode, new_name)) is node:
+            return  # two names of one file: rename(2) does nothing
+        if new_name != node.name and len(self._names.places(node)) > 1:
+            reason = "it waits under two names, and cannot get a third"
+            self._proof.tell(node.home, name, reason, is_for_chunks=is_for_chunks)
             raise Refused(errno.EPERM)
         if self._resolved(node.home) is not target:
             raise Refused(errno.EXDEV)
@@ -190,7 +228,7 @@ class CopyingIn:
                     node.name, node.key, node.parent_inode = before
                     raise
         node.name = new_name
-        self._names.forget(node)
+        self._names.files.pop((parent.inode, name), None)
         self._put(new_parent, node)
 
     def link(self, node: Node, parent: Node, name: bytes) -> Node:
@@ -263,9 +301,18 @@ class CopyingIn:
         if above is not None and not above.is_attached:  # it was joined to another while somebody copies into it
             first = home.chunks.get(above.key)
             above = first.home if first is not None else None
+        self._bound_empty_directories()
         directory = home.prefixes.make_directory(Key(bytes.fromhex(name.decode())), above)
         self._made.append((self._now_s(), directory))
         return directory
+
+    def _bound_empty_directories(self) -> None:
+        """Raise CapacityError if too many directories that were made have got no chunk."""
+        if len(self._made) < MAX_EMPTY_DIRECTORIES:
+            return
+        self._made = deque(made for made in self._made if made[1].is_attached and made[1].is_empty)
+        if len(self._made) >= MAX_EMPTY_DIRECTORIES:
+            raise CapacityError("too many directories are empty")
 
     def remove_directory(self, parent: Node, name: bytes) -> bool:
         """Rmdir of a draft or in one; returns whether it was that."""
@@ -302,6 +349,7 @@ class CopyingIn:
             if node.draft is not None:
                 self._names.forget_draft(node.draft)
             self._names.copying_is_over(node.table)
+            self._store.copying_is_over(node.table)
         if modified_ns is None or not 0 <= modified_ns < MAX_TIME_NS:
             return
         if isinstance(node, StagedFile):

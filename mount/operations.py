@@ -48,9 +48,10 @@ from kvfs.mount.copying_in import CopyingIn
 from kvfs.mount.errnos import Faults
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations, Place
+from kvfs.mount.nodes import SECTOR_BYTES, TIMEOUT_S, Fixed, Node, Role, is_directory, is_growing
 from kvfs.mount.staged_names import DraftDirectory, StagedFile
 from kvfs.mount.tier_work import TierWork
-from kvfs.mount.tree import SECTOR_BYTES, TIMEOUT_S, Fixed, Node, Role, Tree, is_directory, is_growing
+from kvfs.mount.tree import Tree
 from kvfs.mount.xattrs import LIMITS, PREFIX, Xattrs, check_limit, is_told_only, parse_pin
 from kvfs.prefixes import PrefixDirectory, Renamed
 from kvfs.residency import Change
@@ -101,7 +102,11 @@ class OpenDirectory:
 
 @dataclass(slots=True)
 class OpenFile:
-    """An open file: a leased chunk, one that is being copied in, or the content as it was (None: the events)."""
+    """An open file: a leased chunk, one that is being copied in, or the content as it was (None: the events).
+
+    What is there and is opened to be changed is both: `staged` is written, and the other is read. The kernel knows both by
+    one inode, and shows whoever maps it the pages that any descriptor has brought.
+    """
 
     chunk: Chunk | None
     content: bytes | None
@@ -130,11 +135,12 @@ class Operations(GuardedOperations):
         self.invalidations = Invalidations(pyfuse3.invalidate_entry)
         self.copying = CopyingIn(store, tree, self.inodes, self.invalidations)
         self._store = store
-        self._xattrs = Xattrs(store)
+        self._xattrs = Xattrs(store, tree.staged)
         self._uid, self._gid = os.geteuid(), os.getegid()
         self._open: dict[int, OpenFile | OpenDirectory] = {}
         self._next_handle = 1
         self._unlinking: dict[int, Place] = {}  # by the chunk's inode: the name that the kernel drops itself
+        self._pages: set[int] = set()  # inodes of chunks of which the kernel has no pages but the right ones
         self._tier = TierWork(store, nursery)
 
     # names and attributes
@@ -157,6 +163,8 @@ class Operations(GuardedOperations):
         now_s = trio.current_time()
         for inode, count in inode_list:
             self.inodes.forget(inode, count, now_s)
+            if self.inodes.get(inode) is None:
+                self._pages.discard(inode)
 
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
         node = self._node(inode)
@@ -213,16 +221,23 @@ class Operations(GuardedOperations):
         if is_directory(node):
             raise FUSEError(errno.EISDIR)
         if isinstance(node, StagedFile) or flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_TRUNC | os.O_APPEND):
-            staged = self.copying.open(node)
+            staged = self.copying.open(node, is_cut=bool(flags & os.O_TRUNC))
             if flags & os.O_TRUNC:
                 await self._begin(staged, self.copying.truncate(staged, 0))
-            return self._staged_handle(staged)
+            if isinstance(node, Chunk) and (node.leases or not node.is_removed):
+                self._store.lease(node)
+                return self._staged_handle(staged, node)
+            return self._staged_handle(staged, None, self.control.constant(node) if isinstance(node, Fixed) else None)
         if isinstance(node, Chunk):
             if node.is_removed and not node.leases:
                 raise FUSEError(errno.ENOENT)
             self._store.lease(node)
-            # Buffered, because safetensors maps chunks shared; without keep_cache, so that each open asks us again.
-            return FileInfo(fh=self._handle(OpenFile(node, None)), keep_cache=False)
+            # Buffered, because safetensors maps chunks shared. A chunk never changes, so the kernel keeps the pages that it
+            # has read: dropping 32 MiB takes 4 ms of an open. The first open of a chunk does that all the same: it may
+            # have been a staged file, whose pages are not what it was in the end.
+            is_known = inode in self._pages
+            self._pages.add(inode)
+            return FileInfo(fh=self._handle(OpenFile(node, None)), keep_cache=is_known)
         assert isinstance(node, Fixed)
         if is_growing(node):
             return FileInfo(fh=self._handle(OpenFile(None, None)), direct_io=True, keep_cache=False)
@@ -236,7 +251,7 @@ class Operations(GuardedOperations):
         file = self._open[fh]
         assert isinstance(file, OpenFile)
         chunk = file.chunk
-        if file.staged is not None:
+        if file.staged is not None and chunk is None and file.content is None:
             if not file.staged.staged.is_over:
                 return self._store.staging.read(file.staged.staged, off, size)
             chunk = self.copying.became(file.staged)
@@ -476,9 +491,9 @@ class Operations(GuardedOperations):
             raise FUSEError(errno.EBADF)
         return file.staged
 
-    def _staged_handle(self, staged: StagedFile) -> FileInfo:
-        """Direct I/O: what is written must not show in the pages of those who read the chunk that is there already."""
-        return FileInfo(fh=self._handle(OpenFile(None, None, staged)), direct_io=True, keep_cache=False)
+    def _staged_handle(self, staged: StagedFile, chunk: Chunk | None = None, content: bytes | None = None) -> FileInfo:
+        """Direct I/O: what is written must not show in the pages of those who read what is there already."""
+        return FileInfo(fh=self._handle(OpenFile(chunk, content, staged)), direct_io=True, keep_cache=False)
 
     async def _begin(self, staged: StagedFile, work: Awaitable[None]) -> None:
         """The first thing that is done to a file that was opened; if it fails, so does open."""

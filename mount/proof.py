@@ -110,7 +110,8 @@ class Proof:
             async with file.lock:
                 try:
                     # A rename that was refused meanwhile has taken its name back.
-                    if not (file.is_settled or file.is_hidden or file.key is None):
+                    # What is open is proven when it is closed: somebody may be writing it anew.
+                    if not (file.is_settled or file.is_hidden or file.key is None or file.num_open):
                         await self._settle_chunk(file, table)
                 except KvfsError as error:
                     self.tell_refused(file, error)

@@ -29,6 +29,7 @@ from kvfs.intake import Handed
 from kvfs.keys import Key, split
 from kvfs.mount.arrivals import Watch
 from kvfs.mount.handover import Handover, InArena, ThroughWindow
+from kvfs.prefetch import Order
 from kvfs.promotion import Promotion
 from kvfs.store import Store
 
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _MAX_WAITING = 32
 _MAX_SESSIONS = 512
+_MAX_PREFETCHES = 256  # of one session that are not over
+_MAX_PREFETCH_S = 3600.0
 _MAX_LEASES = 16_384  # of one session: one for each request of an engine that is under way
 _BACKLOG = 128
 _MAX_FAILURE_CHARACTERS = 1000
@@ -44,6 +47,7 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONN
 _ACCEPT_AGAIN_S = 0.1
 _TURN_S = 0.0005  # after which others go on. While threads take checksums each turn given away costs up to 0.2 ms
 _leases = itertools.count(1)
+_RAM, _NVME = int(m.Tier.RAM), int(m.Tier.NVME)
 
 
 class Sessions:
@@ -132,11 +136,13 @@ class Session:
         self._connection = connection
         self._table: ChunkTable | None = None
         self._leases: dict[int, list[Chunk]] = {}
+        self._prefetches: dict[int, Order] = {}
         self._handover = handover
         self._sending = trio.Lock()
         self._waiting = trio.Semaphore(_MAX_WAITING)
         self._published = trio.Event()  # whether the latest publish, and so each before it, is visible
         self._published.set()
+        self._arrived: list[Chunk] = []  # that the policy has not been told of as one chain
 
     async def run(self) -> None:
         """Answer requests until the client closes the connection."""
@@ -153,11 +159,15 @@ class Session:
 
     def close(self) -> None:
         """End all leases, and the use of the namespace. What was reserved is the handover's."""
+        self._tell_arrived()
         if self._table is not None:
             self._table.num_sessions -= 1
         for chunks in self._leases.values():
             self._release(chunks)
         self._leases.clear()
+        for order in self._prefetches.values():
+            order.cancel()
+        self._prefetches.clear()
 
     async def _dispatch(self, request: m.AnyRequest, nursery: trio.Nursery) -> None:
         if isinstance(request, m.Load | m.Publish | m.Suspect):
@@ -197,6 +207,13 @@ class Session:
                 await self._match(request)
             case m.Load():
                 await self._load(request)
+            case m.Prefetch():
+                self._prefetch(request)
+                await self._send(m.Done(request.id))
+            case m.Cancel():
+                if (order := self._prefetches.pop(request.prefetch, None)) is not None:
+                    order.cancel()
+                await self._send(m.Done(request.id))
             case m.Release():
                 self._release(self._leases.pop(request.lease, []))
                 await self._send(m.Done(request.id))
@@ -252,7 +269,22 @@ class Session:
 
     async def _match(self, request: m.Match) -> None:
         chunks = self._store.match(self._attached, split(request.keys))
-        await self._send(m.Matched(request.id, len(chunks), self._hold(chunks)))
+        tiers = bytes([_RAM if chunk.ram != NOWHERE else _NVME for chunk in chunks])  # each is in one of them
+        await self._send(m.Matched(request.id, len(chunks), self._hold(chunks), tiers))
+
+    def _prefetch(self, request: m.Prefetch) -> None:
+        found = map(self._attached.chunks.get, split(request.keys))
+        if not self._store.has_nvme:
+            return
+        if len(self._prefetches) >= _MAX_PREFETCHES:
+            self._prefetches = {id_: order for id_, order in self._prefetches.items() if not order.is_over}
+            if len(self._prefetches) >= _MAX_PREFETCHES:
+                raise ProtocolError(f"a session has at most {_MAX_PREFETCHES} prefetches under way: cancel some")
+        if request.id in self._prefetches:
+            self._prefetches[request.id].cancel()
+        deadline_s = min(request.deadline_ms / 1000, _MAX_PREFETCH_S)
+        chunks = [chunk for chunk in found if chunk is not None]
+        self._prefetches[request.id] = self._store.prefetch(chunks, request.priority, deadline_s)
 
     def _hold(self, chunks: list[Chunk]) -> int:
         """Remember leases that were taken; returns their number, 0 for none."""
@@ -372,7 +404,13 @@ class Session:
             statuses[index] = status
         await self._send(m.Published(request.id, tuple(statuses)))
         found = [table.chunks.get(Key(finished.key)) for finished in request.chunks]
-        self._store.stored([chunk for chunk in found if chunk is not None])
+        self._arrived += [chunk for chunk in found if chunk is not None]
+        if is_visible is self._published:  # else once for all: each time the whole chain is gone through
+            self._tell_arrived()
+
+    def _tell_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        self._store.stored(arrived)
 
 
 def _placement(

@@ -84,6 +84,7 @@ class StagedFile:
         num_open: open file handles.
         is_settled: it proved itself, and is closed for good.
         pin: what was asked for as the pin of the chunk.
+        original: the stored chunk that was opened to be changed, until that begins.
         lock: whoever proves it holds this.
     """
 
@@ -98,6 +99,7 @@ class StagedFile:
     num_open: int = 0
     is_settled: bool = False
     pin: bytes | None = None
+    original: Chunk | None = None
     lock: trio.Lock = field(default_factory=trio.Lock)
 
     @property
@@ -241,6 +243,12 @@ class StagedNames:
     def in_draft(self, draft: Draft) -> list[StagedFile]:
         """The files that wait for a draft to become a namespace, and those that are still written under other names."""
         return list(dict.fromkeys(file for file in self.files.values() if file.home is draft))
+
+    def of_table(self, table: ChunkTable) -> set[StagedFile]:
+        """The files that are being copied to a namespace, or wait there under names that nobody lists."""
+        return {
+            file for file in (*self.files.values(), *self.open_files) if file.table is table and not file.is_settled
+        }
 
     def places(self, file: StagedFile) -> list[Place]:
         """All names of a file."""

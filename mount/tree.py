@@ -6,92 +6,46 @@
     /<namespace>/prefixes/<key of the first chunk>/…
     /.kvfs/{session,status.json,metrics,events,config.toml}
 
-A node is a `Fixed` (a place that is always there), a `Chunk`, or a `PrefixDirectory` of the catalog; or what is being
-copied in, see `staged_names`. Both names of a chunk are one node. What the files under `.kvfs` contain is in `control`; what the kernel knows is in `inodes`.
+What a name stands for is a node, see `nodes`. Both names of a chunk are one node. What the files under `.kvfs` contain is in
+`control`; what the kernel knows is in `inodes`.
 
 Concurrency: belongs to the event loop's thread, nothing here waits.
 """
 
 from __future__ import annotations
 
-import enum
 import errno
-import stat
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvfs.catalog import Catalog, Chunk, ChunkTable
 from kvfs.chunk import parse_file_name
 from kvfs.mount.errnos import Refused
+from kvfs.mount.nodes import (
+    CHUNK_BLOCK_BYTES,
+    CHUNK_MODE,
+    DIRECTORIES,
+    DIRECTORY_MODE,
+    FILE_MODE,
+    LINK_MODE,
+    MAX_NAME_BYTES,
+    TIMEOUT_S,
+    Attributes,
+    Fixed,
+    Node,
+    Role,
+    is_directory,
+    is_growing,
+)
 from kvfs.mount.staged_names import Draft, DraftDirectory, StagedFile, StagedNames
 from kvfs.prefixes import PrefixDirectory
 
 ROOT_INODE = 1
 FIRST_TABLE_INODE = 1 << 10
 LAST_FIXED_INODE = (1 << 20) - 1  # the catalog numbers chunks and prefix directories from 1 << 20 on
-MAX_NAME_BYTES = 255
-TIMEOUT_S = 1.0  # how long the kernel may believe an attribute: `ls -ltu` shows the last second's hits
-SECTOR_BYTES = 512  # the unit of st_blocks, stat(2)
-_CHUNK_BLOCK_BYTES = 1 << 20  # st_blksize: cat and cp then read by the MiB, the largest FUSE request
-
-
-class Role(enum.Enum):
-    """What a fixed node is."""
-
-    ROOT = enum.auto()
-    README = enum.auto()
-    CONTROL = enum.auto()
-    SESSION = enum.auto()
-    STATUS = enum.auto()
-    METRICS = enum.auto()
-    EVENTS = enum.auto()
-    CONFIG = enum.auto()
-    NAMESPACE = enum.auto()
-    NAMESPACE_JSON = enum.auto()
-    CHUNKS = enum.auto()
-    PREFIXES = enum.auto()
-
-
-_DIRECTORIES = frozenset({Role.ROOT, Role.CONTROL, Role.NAMESPACE, Role.CHUNKS, Role.PREFIXES})
-DIRECTORY_MODE = stat.S_IFDIR | 0o750
-CHUNK_MODE = (
-    stat.S_IFREG | 0o640
-)  # its owner may copy over it and set attributes: what does not prove itself is refused
-FILE_MODE = stat.S_IFREG | 0o440
-LINK_MODE = stat.S_IFLNK | 0o777  # the mode of a link is never looked at, symlink(7)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fixed:
-    """A node that is always there.
-
-    `table` is the namespace it belongs to, if it belongs to one; `draft` tells that somebody is copying it in.
-    """
-
-    role: Role
-    inode: int
-    name: bytes
-    table: ChunkTable | None = None
-    draft: Draft | None = None
-
-
-Node = Fixed | Chunk | PrefixDirectory[Chunk] | StagedFile | DraftDirectory
-
-
-class Attributes(NamedTuple):
-    """What `stat` says. Times are nanoseconds since the epoch, sizes bytes; `timeout_s`: how long it may be cached."""
-
-    inode: int
-    mode: int
-    links: int
-    size: int
-    block_bytes: int
-    modified_ns: int
-    used_ns: int
-    created_ns: int
-    timeout_s: float
+MAX_GONE = 4096  # fixed nodes that were removed; who still stands in an older one gets ESTALE
 
 
 class TableNodes(NamedTuple):
@@ -151,11 +105,12 @@ class Tree:
         self._tables: dict[bytes, TableNodes] = {}
         self._hidden: dict[ChunkTable, _Hidden] = {}
         self._last_inode = FIRST_TABLE_INODE - 1
+        self._gone: deque[Fixed] = deque()  # what the kernel may still ask for
 
     def fixed(self, inode: int) -> Fixed | None:
         """The fixed node of an inode."""
         node = self._fixed.get(inode) if inode <= LAST_FIXED_INODE else None
-        if node is None or node.draft is None:
+        if node is None or node.draft is None or self._is_given_up(node):
             return node
         # It may have become a namespace, or be a draft no more.
         return next((now for now in self.nodes(node.draft) if now.role is node.role), None)
@@ -235,7 +190,7 @@ class Tree:
         if isinstance(node, Chunk):
             created, is_fresh = node.created_ns, self.staged.is_fresh(node)
             return Attributes(
-                node.inode, CHUNK_MODE, 0 if node.is_removed else 1 if is_fresh else 2, node.length, _CHUNK_BLOCK_BYTES,
+                node.inode, CHUNK_MODE, 0 if node.is_removed else 1 if is_fresh else 2, node.length, CHUNK_BLOCK_BYTES,
                 created, node.last_used_ns, created, 0 if is_fresh else TIMEOUT_S,
             )  # fmt: skip
         if isinstance(node, PrefixDirectory):
@@ -247,13 +202,13 @@ class Tree:
         if isinstance(node, StagedFile):
             then, size = node.created_ns, node.staged.size
             modified = then if node.modified_ns is None else node.modified_ns
-            return Attributes(node.inode, CHUNK_MODE, 1, size, _CHUNK_BLOCK_BYTES, modified, then, then, 0)
+            return Attributes(node.inode, CHUNK_MODE, 1, size, CHUNK_BLOCK_BYTES, modified, then, then, 0)
         if isinstance(node, DraftDirectory):
             then = node.draft.created_ns
             return Attributes(node.inode, DIRECTORY_MODE, 2, 0, 4096, then, then, then, 0)
         origin = node.table or node.draft
         then = origin.created_ns if origin is not None else self._started_ns
-        if node.role in _DIRECTORIES:
+        if node.role in DIRECTORIES:
             links = 2 if self._is_there(node) else 0
             return Attributes(node.inode, DIRECTORY_MODE, links, 0, 4096, then, then, then, TIMEOUT_S)
         modes = {Role.SESSION: LINK_MODE, Role.NAMESPACE_JSON: CHUNK_MODE}
@@ -301,7 +256,8 @@ class Tree:
         self._hide(node)
         if node.role is not Role.NAMESPACE:
             return None
-        del self._hidden[table], self._tables[name]
+        del self._hidden[table]
+        self._retire(self._tables.pop(name))
         return table
 
     def make_again(self, home: ChunkTable | Draft, name: bytes) -> Fixed | None:
@@ -370,6 +326,8 @@ class Tree:
             draft = home  # it was given up; the kernel still knows it
         nodes = self._tables.get(name)
         if nodes is None or nodes.directory.table is not table or nodes.directory.draft is not draft:
+            if table is None:
+                self._forget_given_up()
             former = nodes if nodes is not None and nodes.directory.draft is not None else None
             nodes = self._tables[name] = TableNodes(
                 *(
@@ -393,6 +351,27 @@ class Tree:
                 )
             )
         return nodes
+
+    def _is_given_up(self, node: Fixed) -> bool:
+        """Whether a node is of a draft that came to nothing."""
+        draft = node.draft
+        if draft is None or node.table is not None or draft.table is not None or draft.name in self.catalog.tables:
+            return False
+        return self.staged.drafts.get(draft.name) is not draft
+
+    def _forget_given_up(self) -> None:
+        """Let go of the names of drafts that came to nothing; called when there is one more draft, 64 at a time at most."""
+        for name, nodes in [*self._tables.items()]:
+            if self._is_given_up(nodes.directory):
+                self._retire(self._tables.pop(name))
+
+    def _retire(self, nodes: TableNodes) -> None:
+        """These nodes have no name any more. The kernel may hold some; the last of them are kept."""
+        self._gone.extend(nodes)
+        while len(self._gone) > MAX_GONE:
+            node = self._gone.popleft()
+            if self._fixed.get(node.inode) is node:
+                del self._fixed[node.inode]
 
     def _new(
         self, role: Role, name: bytes, table: ChunkTable | None, draft: Draft | None, inode: int | None = None
@@ -452,16 +431,6 @@ def _is_made(node: Fixed, viewer: int | None) -> bool:
 def _is_whole(node: Fixed) -> bool:
     """Whether a directory of a namespace shows all there is, and not only what whoever copies has made."""
     return node.draft is None or node.name not in node.draft.made
-
-
-def is_directory(node: Node) -> bool:
-    """Whether a node has entries."""
-    return isinstance(node, PrefixDirectory | DraftDirectory) or (isinstance(node, Fixed) and node.role in _DIRECTORIES)
-
-
-def is_growing(node: Node) -> bool:
-    """Whether the size of a file changes under the reader, as `tail -f` expects."""
-    return isinstance(node, Fixed) and node.role is Role.EVENTS
 
 
 def _text(name: bytes) -> str:

@@ -4,7 +4,8 @@ Of a chunk: tier, hits, position, tokens, parent, checksum, dirty, key; and pin 
 Of a directory of the prefix view, and of a namespace's: pin and pinned_until, if everything in it is pinned. What is
 pinned there is what it holds at that time, with all directories below.
 
-Of a namespace's directory besides: quota ("20GiB") and max_age ("3d"), "none" without a limit, and stored_bytes.
+Of a namespace's directory besides: quota ("20GiB") and max_age ("3d"), "none" without a limit, and stored_bytes; of files
+that are being copied in, which nobody lists, staging_files and staging_bytes.
 
 A pin is set as a duration ("90s", "15min", "2h", "3d") or "forever", and ended by "no", by nothing, or by removing it.
 """
@@ -19,7 +20,8 @@ from kvfs.config import exact_size, parse_size
 from kvfs.durations import NS, exact_duration, parse_duration, rfc3339
 from kvfs.errors import UsageError
 from kvfs.mount.errnos import Refused
-from kvfs.mount.tree import Fixed, Node, Role
+from kvfs.mount.nodes import Fixed, Node, Role
+from kvfs.mount.staged_names import StagedFile, StagedNames
 from kvfs.pins import FOREVER
 from kvfs.prefixes import PrefixDirectory
 from kvfs.store import Store
@@ -53,7 +55,11 @@ _OF_NAMESPACES: dict[str, Callable[[ChunkTable], str]] = {
     "stored_bytes": lambda table: str(table.stored_bytes),
 }
 LIMITS = ("quota", "max_age")
-_READ_ONLY = frozenset({*_OF_CHUNKS, "pinned_until", "stored_bytes"})
+_OF_STAGING: dict[str, Callable[[set[StagedFile]], str]] = {
+    "staging_files": lambda files: str(len(files)),
+    "staging_bytes": lambda files: str(sum(file.staged.capacity for file in files)),
+}
+_READ_ONLY = frozenset({*_OF_CHUNKS, *_OF_STAGING, "pinned_until", "stored_bytes"})
 
 
 class Xattrs:
@@ -63,8 +69,9 @@ class Xattrs:
     remembered, for getfattr asks twice: for the size and for the value.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, names: StagedNames) -> None:
         self._store = store
+        self._names = names
         self._checksums: dict[int, bytes] = {}  # by inode: a chunk never changes
 
     def names(self, node: Node) -> list[str]:
@@ -89,6 +96,8 @@ class Xattrs:
             return f"{-(-(until_ns - self._store.system.time_ns()) // NS)}s"
         table = _namespace(node)
         if table is not None:
+            if name in _OF_STAGING:
+                return _OF_STAGING[name](self._names.of_table(table))
             return _OF_NAMESPACES[name](table) if name in _OF_NAMESPACES else None
         if not isinstance(node, Chunk) or node.is_removed or name not in _FACTS:
             return None

@@ -19,15 +19,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvfs.config import default_socket_directory
 from kvfs.mount.sockets import directory_for
+from kvfs.testing import processes
 
-END_DEADLINE_S = 5.0  # for processes and mounts that are on their way out when a test ends
+END_DEADLINE_S = 20.0  # for processes and mounts that are on their way out when a test ends
 # A shell that puts a command in the background lets it ignore Ctrl-C, and so would all it starts, the daemons and demos
 # of our tests among them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says what else the machine does.
+settings.register_profile("kvfs", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvfs")
 
 RUN = f"kvfs-{os.getpid()}-"
 """Temporary directories of this run that lie elsewhere begin with it."""
@@ -57,49 +63,31 @@ def _others_have(traces: set[str]) -> set[str]:
     wanted = {trace for trace in traces if trace.startswith(_SHARED)}
     if not wanted:
         return found
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            maps = (process / "maps").read_text("utf-8", "surrogateescape")
-            is_ours = _MARK.encode() in (process / "environ").read_bytes().split(b"\0") or process.name == str(
-                os.getpid()
-            )
-        except OSError:
-            continue
-        if not is_ours:
+    for pid in processes.pids():
+        if pid != os.getpid() and _MARK.encode() not in processes.environment(pid):
+            maps = processes.maps(pid)
             found |= {trace for trace in wanted if f"/dev/shm/{trace.removeprefix(_SHARED)}" in maps}
-            found |= {trace for trace in wanted if process.name in re.findall(r"\d+", trace)}
+            found |= {trace for trace in wanted if str(pid) in re.findall(r"\d+", trace)}
     return found
 
 
 def _descriptors(temporary: Path) -> set[str]:
     """Descriptors of this process for FUSE, and for files of the run. (Memory lives as long as anybody's view of it.)"""
-    found = set()
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
-        except OSError:
-            continue
-        if target.startswith(("/dev/fuse", str(temporary))):
-            found.add(f"descriptor {entry} of {target}")
-    return found
+    return {
+        f"descriptor {number} of {target}"
+        for number, target in processes.open_files(os.getpid())
+        if target.startswith(("/dev/fuse", str(temporary)))
+    }
 
 
 def _children(_: Path) -> set[str]:
     """Processes that this one started and that have not ended, or that nobody waited for."""
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            pids = (task / "children").read_text().split()
-        except OSError:
-            continue
-        for pid in pids:
-            try:
-                command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if not any(helper in command for helper in _HELPERS):
-                found.add(f"process {pid} {command[:200] or '(ended, nobody waited for it)'}")
-    return found
+    commands = {pid: processes.command_line(pid) for pid in processes.children()}
+    return {
+        f"process {pid} {command[:200] or '(ended, nobody waited for it)'}"
+        for pid, command in commands.items()
+        if not any(helper in command for helper in _HELPERS)
+    }
 
 
 _TRACES: dict[str, Callable[[Path], set[str]]] = {
@@ -132,15 +120,11 @@ def _leaves_nothing(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 def _processes_of_the_run() -> set[str]:
     """Every process that has the run's mark and is not about to end with this one, whoever its parent is now."""
     found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (process / "environ").read_bytes().split(b"\0")
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        is_helper = any(helper in command for helper in _HELPERS) or process.name == str(os.getpid())
-        if _MARK.encode() in environment and not is_helper:
-            found.add(f"process {process.name} {command[:200]}")
+    for pid in processes.pids():
+        if pid != os.getpid() and _MARK.encode() in processes.environment(pid):
+            command = processes.command_line(pid)
+            if not any(helper in command for helper in _HELPERS):
+                found.add(f"process {pid} {command[:200]}")
     return found
 
 

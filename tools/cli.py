@@ -18,7 +18,7 @@ def main() -> None:
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_ours:
         signal.signal(signal.SIGINT, _leave)
-    from kvfs.tools import commands  # half a second
+    from kvfs.tools import commands  # a tenth of a second, and what the command needs
 
     try:
         if is_ours:

@@ -10,6 +10,7 @@ any other exception a defect: the traceback is shown
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -17,27 +18,7 @@ import typer
 
 import kvfs
 from kvfs.errors import KvfsError, UsageError
-from kvfs.tools import (
-    config,
-    destroy,
-    export,
-    fsck,
-    import_,
-    ls,
-    mount,
-    pin,
-    quota,
-    rm,
-    stat,
-    status,
-    tree,
-    umount,
-    verify,
-)
-from kvfs.tools import format as format_
-from kvfs.tools.bench import command as bench
 from kvfs.tools.cli import EXIT_INTERRUPTED
-from kvfs.tools.simulate import command as simulate
 from kvfs.tools.words import printable
 
 # click's ClickException: typer brings click, or a copy of it, and shows neither.
@@ -64,9 +45,6 @@ def tells_errors(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def told(*args: Any, **kwargs: Any) -> None:
         try:
-            for value in kwargs.values():
-                if value == "" or (isinstance(value, list) and "" in value):
-                    raise UsageError("an argument is empty: was a variable meant that is not set?")
             command(*args, **kwargs)
         except KvfsError as error:
             typer.echo(f"kvfs: {printable(str(error))}", err=True)
@@ -95,29 +73,61 @@ def main_options(
     """
 
 
-app.command("mount", epilog=mount.EXAMPLES)(tells_errors(mount.mount))
-app.command("umount", epilog=umount.EXAMPLES)(tells_errors(umount.umount))
-app.command("status", epilog=status.EXAMPLES)(tells_errors(status.status))
-app.command("ls", epilog=ls.EXAMPLES)(tells_errors(ls.list_cache))
-app.command("tree", epilog=tree.EXAMPLES)(tells_errors(tree.tree))
-app.command("stat", epilog=stat.EXAMPLES)(tells_errors(stat.stat))
-app.command("rm", epilog=rm.EXAMPLES)(tells_errors(rm.remove))
-app.command("pin", epilog=pin.PIN_EXAMPLES)(tells_errors(pin.pin))
-app.command("unpin", epilog=pin.UNPIN_EXAMPLES)(tells_errors(pin.unpin))
-app.command("quota", epilog=quota.EXAMPLES)(tells_errors(quota.quota))
-app.command("verify", epilog=verify.EXAMPLES)(tells_errors(verify.verify))
-app.command("config", epilog=config.EXAMPLES)(tells_errors(config.show_settings))
-app.command("format", epilog=format_.EXAMPLES)(tells_errors(format_.make_volume))
-app.command("fsck", epilog=fsck.EXAMPLES)(tells_errors(fsck.fsck))
-app.command("destroy", epilog=destroy.EXAMPLES)(tells_errors(destroy.destroy))
-app.command("export", epilog=export.EXAMPLES)(tells_errors(export.export))
-app.command("import", epilog=import_.EXAMPLES)(tells_errors(import_.import_))
-app.command("simulate", epilog=simulate.EXAMPLES)(tells_errors(simulate.simulate))
-app.command("bench", epilog=bench.EXAMPLES)(tells_errors(bench.bench))
+# Of each command, in the order of --help: the module in kvfs.tools, its function, and the examples below its help.
+COMMANDS = {
+    "mount": ("mount", "mount", "EXAMPLES"),
+    "umount": ("umount", "umount", "EXAMPLES"),
+    "status": ("status", "status", "EXAMPLES"),
+    "ls": ("ls", "list_cache", "EXAMPLES"),
+    "tree": ("tree", "tree", "EXAMPLES"),
+    "stat": ("stat", "stat", "EXAMPLES"),
+    "rm": ("rm", "remove", "EXAMPLES"),
+    "pin": ("pin", "pin", "PIN_EXAMPLES"),
+    "unpin": ("pin", "unpin", "UNPIN_EXAMPLES"),
+    "quota": ("quota", "quota", "EXAMPLES"),
+    "verify": ("verify", "verify", "EXAMPLES"),
+    "config": ("config", "show_settings", "EXAMPLES"),
+    "format": ("format", "make_volume", "EXAMPLES"),
+    "fsck": ("fsck", "fsck", "EXAMPLES"),
+    "destroy": ("destroy", "destroy", "EXAMPLES"),
+    "export": ("export", "export", "EXAMPLES"),
+    "import": ("import_", "import_", "EXAMPLES"),
+    "simulate": ("simulate.command", "simulate", "EXAMPLES"),
+    "bench": ("bench.command", "bench", "EXAMPLES"),
+}
+_BELOW = {"bench": {"vllm": ("bench_vllm.command", "bench_vllm", "EXAMPLES")}}
+"""Commands of two words, by the first, which is a command as well."""
+
+
+def _register(arguments: list[str]) -> None:
+    """Make the command known that is called, or all of them: most of what a short one would take is imports of others."""
+    wanted = [name for name in arguments[:1] if name in COMMANDS]
+    for name in wanted or COMMANDS:
+        work, epilog = _found(*COMMANDS[name])
+        if name in _BELOW:
+            group = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+            group.callback(epilog=epilog)(work)
+            for below, place in _BELOW[name].items():
+                work, epilog = _found(*place)
+                group.command(below, epilog=epilog)(work)
+            app.add_typer(group, name=name)
+        else:
+            app.command(name, epilog=epilog)(work)
+
+
+def _found(place: str, function: str, examples: str) -> tuple[Callable[..., None], str]:
+    """A command's function, made to tell errors, and its examples."""
+    module = importlib.import_module(f"kvfs.tools.{place}")
+    return tells_errors(getattr(module, function)), str(getattr(module, examples))
 
 
 def run(arguments: list[str]) -> int:
     """Run a command line; its exit code."""
+    if any(not argument or (argument.startswith("--") and argument.endswith("=")) for argument in arguments):
+        # Whatever it is for: an option that takes a directory would take this one.
+        typer.echo("kvfs: an argument is empty: was a variable meant that is not set?", err=True)
+        return EXIT_USAGE
+    _register(arguments)
     try:
         code = app(arguments or ["--help"], standalone_mode=False)
     except _Mistyped as error:
@@ -134,6 +144,5 @@ def _sentence(error: Any, arguments: list[str]) -> str:
     if getattr(error, "ctx", None) is not None:
         command = error.ctx.command_path
     else:  # an option without its argument
-        names = {command.name for command in app.registered_commands}
-        command = f"kvfs {arguments[0]}" if arguments and arguments[0] in names else "kvfs"
+        command = f"kvfs {arguments[0]}" if arguments and arguments[0] in COMMANDS else "kvfs"
     return f"{said[:1].lower()}{said[1:]}; `{command} --help` shows what there is"

@@ -24,6 +24,8 @@ from kvfs.tools.progress import Track
 from kvfs.tools.words import format_count, printable
 
 STREAM = "-"
+MAX_NAMED = 1000
+MAX_PATH = 4096
 _POLL_S = 1.0
 _PIPE_BYTES = 4096  # what select(2) promises room for, pipe(7)
 _FILE_BYTES = 1 << 20
@@ -53,7 +55,7 @@ class Copied:
         chunks, bytes: how many were copied, and how large they are.
         there: chunks that were there already.
         gone: chunks that were removed or evicted before they were read.
-        refused: what is no chunk of its namespace, or could not be read.
+        num_refused: what is no chunk of its namespace, or could not be read; refused: the first of them.
         evicted: how many of those that were copied in are not there any more; why: what they had no room in.
         interrupted: whether Ctrl-C ended it early.
     """
@@ -63,17 +65,24 @@ class Copied:
     bytes: int = 0
     there: int = 0
     gone: int = 0
+    num_refused: int = 0
     refused: list[Refused] = field(default_factory=list)
     evicted: int = 0
     why: str = ""
     interrupted: bool = False
+
+    def refuse(self, path: str, reason: str) -> None:
+        """Count a file that is not copied. Of an archive that has millions of them the first are named."""
+        self.num_refused += 1
+        if len(self.refused) < MAX_NAMED:
+            self.refused.append(Refused(path[:MAX_PATH], reason))
 
     def sentence(self, verb: str) -> str:
         """One line for a person."""
         parts = [f"{verb} {format_count(self.chunks, 'chunk')}, {format_size(self.bytes)}"]
         parts += [f"{self.there:,} {_were(self.there)} there already"] if self.there else []
         parts += [f"{self.gone:,} went meanwhile"] if self.gone else []
-        parts += [f"{len(self.refused):,} refused"] if self.refused else []
+        parts += [f"{self.num_refused:,} refused"] if self.num_refused else []
         parts += [f"{self.evicted:,} {_were(self.evicted)} evicted again meanwhile: {self.why}"] if self.evicted else []
         return ("stopped: " if self.interrupted else "") + "; ".join(parts)
 
@@ -87,12 +96,19 @@ def tell(done: Copied, verb: str, *, as_json: bool, is_stdout_taken: bool = Fals
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(done), indent=2), err=is_stdout_taken)
     else:
-        for refused in done.refused:
-            typer.echo(f"{refused.path}  {refused.reason}", err=True)
+        tell_refused(done)
         typer.echo(f"kvfs: {done.sentence(verb)}", err=is_stdout_taken)
     if done.interrupted:
         raise KeyboardInterrupt
-    raise typer.Exit(1 if done.refused or done.evicted else 0)
+    raise typer.Exit(1 if done.num_refused or done.evicted else 0)
+
+
+def tell_refused(done: Copied) -> None:
+    """Name what was not copied, and why, a line each."""
+    for refused in done.refused:
+        typer.echo(f"{refused.path}  {refused.reason}", err=True)
+    if done.num_refused > len(done.refused):
+        typer.echo(f"and {done.num_refused - len(done.refused):,} more", err=True)
 
 
 def is_tar(place: str) -> bool:

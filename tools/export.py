@@ -24,7 +24,17 @@ from kvfs.errors import CorruptChunk, FormatError, KvfsError, UsageError
 from kvfs.namespace import Namespace
 from kvfs.staging import MAX_FILE_BYTES, prove
 from kvfs.tools import listing, mounted, progress
-from kvfs.tools.copying import STREAM, Copied, Pipe, Refused, StoppedError, is_tar, read_file, tell, write_whole
+from kvfs.tools.copying import (
+    STREAM,
+    Copied,
+    Pipe,
+    StoppedError,
+    is_tar,
+    read_file,
+    tell,
+    tell_refused,
+    write_whole,
+)
 from kvfs.tools.mounted import Beat
 from kvfs.tools.progress import Track
 from kvfs.tools.selecting import checked_prefix, find_prefixes, is_prefix, unmatched_sentence
@@ -77,7 +87,8 @@ def export(
     try:
         done.interrupted = not progress.run(path, write, "exporting", total, is_bytes=True)
     except KvfsError:
-        if done.chunks:
+        tell_refused(done)
+        if done.chunks or done.num_refused:
             typer.echo(f"kvfs: {done.sentence('exported')}, before this:", err=True)
         raise
     tell(done, "exported", as_json=as_json, is_stdout_taken=destination == STREAM)
@@ -152,7 +163,7 @@ def _read(path: str, name: str, namespace: Namespace, file: str, done: Copied, t
         done.gone += 1
     except (OSError, CorruptChunk) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        done.refused.append(Refused(os.path.join(name, "chunks", file), f"{reason}"))
+        done.refuse(os.path.join(name, "chunks", file), f"{reason}")
     else:
         return raw
     return None

@@ -36,7 +36,7 @@ Reads the whole volume and checks every byte of every chunk.
 kvfs fsck /data/kvfs --rebuild
 
 Makes a new index, and a superblock if need be, from the chunks that are whole on the volume. The old index is set aside.
-Ctrl-C leaves everything as it was. Where the index is lost, evicted chunks whose bytes are still there come back too.
+Ctrl-C leaves everything as it was.
 """
 
 EXIT_ERRORS_LEFT = 4
@@ -87,7 +87,9 @@ def _report_lines(report: Report) -> list[str]:
         f"of {format_size(report.capacity_bytes)}, in {format_count(report.num_namespaces, 'namespace')} ({checked} checked)"
     )
     if report.num_unclaimed:
-        lines.append(f"kvfs: {format_count(report.num_unclaimed, 'whole chunk')} beside them, evicted ones for example")
+        lines.append(
+            f"kvfs: {format_count(report.num_unclaimed, 'whole chunk')} beside them, which the index does not know"
+        )
     lines += _unknown_lines(report.directory, report.unknown)
     remedies = {finding.remedy for finding in report.findings}
     if "rebuild" in remedies:

@@ -30,12 +30,12 @@ from kvfs.tools.copying import (
     STREAM,
     Copied,
     Pipe,
-    Refused,
     StoppedError,
     is_tar,
     open_file,
     read_file,
     tell,
+    tell_refused,
     write_whole,
 )
 from kvfs.tools.mounted import Beat
@@ -83,7 +83,8 @@ def import_(
             with contextlib.suppress(OSError):
                 os.utime(os.path.join(path, name))  # nothing more comes: its files may show both their links
     except KvfsError:
-        if done.chunks:
+        tell_refused(done)
+        if done.chunks or done.num_refused:
             typer.echo(f"kvfs: {done.sentence('imported')}, before this:", err=True)
         raise
     mounted.ask(path, lambda beat: _look_after(path, put, done, beat))
@@ -131,10 +132,10 @@ def _from_directory(path: str, tree: dict[str, dict[Key, str]], done: Copied, pu
             raw = read_file(os.path.join(top, _JSON), MAX_NAMESPACE_JSON_BYTES, track)
             namespace = namespaces.decode(bytes(raw))
         except OSError as error:
-            done.refused.append(Refused(os.path.join(top, _JSON), error.strerror or str(error)))
+            done.refuse(os.path.join(top, _JSON), error.strerror or str(error))
             continue
         except KvfsError as error:
-            done.refused.append(Refused(os.path.join(top, _JSON), str(error)))
+            done.refuse(os.path.join(top, _JSON), str(error))
             continue
         _make(path, namespace, done)
         for key, file in sorted(files.items(), key=lambda item: _position(namespace, item[1], track)):
@@ -148,7 +149,7 @@ def _from_directory(path: str, tree: dict[str, dict[Key, str]], done: Copied, pu
             try:
                 content = read_file(file, MAX_FILE_BYTES, track)
             except OSError as error:
-                done.refused.append(Refused(file, error.strerror or str(error)))
+                done.refuse(file, error.strerror or str(error))
                 continue
             _put(target, namespace, key, content, file, done, put)
 
@@ -167,16 +168,16 @@ def _from_tar(path: str, source: str, done: Copied, put: set[str], track: Track)
                     return
                 limit = MAX_NAMESPACE_JSON_BYTES if key is None else MAX_FILE_BYTES
                 if member.size > limit:
-                    done.refused.append(Refused(member.name, "it is too large"))
+                    done.refuse(member.name, "it is too large")
                     continue
                 if member.is_sparse:
-                    done.refused.append(Refused(member.name, "it has holes: make the archive without --sparse"))
+                    done.refuse(member.name, "it has holes: make the archive without --sparse")
                     continue
                 if key is None:
                     _take_identity(path, name, bytes(archive.read()), member.name, known, done)
                     continue
                 if name not in known and not _learn(path, name, known):
-                    done.refused.append(Refused(member.name, f"no {_JSON} of {name} came before it"))
+                    done.refuse(member.name, f"no {_JSON} of {name} came before it")
                     continue
                 target = _target(path, name, key)
                 if os.path.exists(target):
@@ -207,7 +208,7 @@ def _take_identity(path: str, name: str, raw: bytes, place: str, known: dict[str
         if namespace.directory != name:
             raise UsageError(f"it is the {_JSON} of {namespace.directory}")
     except KvfsError as error:
-        done.refused.append(Refused(place, str(error)))
+        done.refuse(place, str(error))
         return
     _make(path, namespace, done)
     known[name] = namespace
@@ -245,11 +246,11 @@ def _put(target: str, namespace: Namespace, key: Key, raw: memoryview, place: st
         prove(namespace, key, raw)
         write_whole(target, raw)
     except CorruptChunk as error:
-        done.refused.append(Refused(place, str(error)))
+        done.refuse(place, str(error))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise _told(error, target, place, len(raw)) from error
-        done.refused.append(Refused(place, "it does not fit what is stored; the events of the mount say why"))
+        done.refuse(place, "it does not fit what is stored; the events of the mount say why")
     else:
         done.chunks += 1
         done.bytes += len(raw)
@@ -286,8 +287,12 @@ def _told(error: OSError, path: str, what: str, size_bytes: int = 0) -> KvfsErro
     if error.errno == errno.ENOSPC:
         quota = _quota_that_holds(os.path.dirname(os.path.dirname(path)), size_bytes)
         if quota:
-            return UnavailableError(f"{quota}, and all that it has now is pinned, in use, or not yet on NVMe")
-        return UnavailableError("the cache has no room now: all of it is in use, or cannot be written to NVMe")
+            return UnavailableError(
+                f"{quota}, and all that it has now is pinned, in use, not yet on NVMe, or came with this copy"
+            )
+        return UnavailableError(
+            "the cache has no room now: all of it is in use, came with this copy, or cannot be written to NVMe"
+        )
     return UnavailableError(f"{what}: {error.strerror}")
 
 

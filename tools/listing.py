@@ -7,16 +7,20 @@ Concurrency: every function blocks; they are called in a thread and say through 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from kvfs import namespace as namespaces
 from kvfs.chunk import SUFFIX
+from kvfs.durations import NS
 from kvfs.errors import UsageError
 from kvfs.tools.mounted import Beat
 
 MAX_LOOKED_INTO = 20_000  # chunks whose extended attributes are read: each costs a request to the daemon
+FOREVER = "forever"
 SHORT_NAME = 8  # hex digits of a key in a pattern: one in four thousand million others begins alike
 
 
@@ -33,7 +37,8 @@ class Entry:
         num_tokens: in those chunks, None if not looked into.
         tiers: where the bytes are, "ram", "nvme"; None if not looked into.
         last_used_ns, published_ns: of the latest, nanoseconds since the epoch, 0 if there is none.
-        position, hits: of a chunk.
+        position, hits: of a chunk; pinned_until: when its pin ends, nanoseconds since the epoch, or "forever"; None without one.
+        staging_files, staging_bytes: of a namespace: what is being copied in, which is no chunk yet.
     """
 
     name: str
@@ -48,6 +53,9 @@ class Entry:
     published_ns: int = 0
     position: int | None = None
     hits: int | None = None
+    pinned_until: int | str | None = None
+    staging_files: int | None = None
+    staging_bytes: int | None = None
 
     def add(self, other: Entry) -> None:
         """Count `other` in."""
@@ -68,8 +76,20 @@ def list_namespaces(path: str, beat: Beat) -> list[Entry]:
         total = Entry(name, num_tokens=None, tiers=None)
         for chunk in _chunks(os.path.join(path, name, "chunks"), beat, looks_into=False):
             total.add(chunk)
+        total.staging_files, total.staging_bytes = staging_of(os.path.join(path, name))
         entries.append(total)
     return _by_last_use(entries)
+
+
+def staging_of(directory: str) -> tuple[int, int]:
+    """How many files are being copied to a namespace, and the bytes that they take; none if it is gone."""
+    try:
+        files, size = (int(os.getxattr(directory, f"user.kvfs.{name}")) for name in ("staging_files", "staging_bytes"))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENODATA):
+            raise
+        return 0, 0
+    return files, size
 
 
 def namespace_names(path: str) -> list[str]:
@@ -194,8 +214,17 @@ def _look_into(chunk: Entry, path: str) -> None:
         )
     except OSError:
         return
+    chunk.pinned_until = _end_of_pin(path)
     chunk.tiers = set(tier.split("+")) - {"none"}
     chunk.num_tokens, chunk.position, chunk.hits = int(tokens), int(position), int(hits)
+
+
+def _end_of_pin(path: str) -> int | str | None:
+    try:
+        text = os.getxattr(path, "user.kvfs.pinned_until", follow_symlinks=False).decode()
+    except OSError:
+        return None
+    return text if text == FOREVER else int(datetime.fromisoformat(text).timestamp()) * NS
 
 
 def _by_last_use(entries: list[Entry]) -> list[Entry]:

@@ -20,7 +20,7 @@ from kvfs.config import format_size
 from kvfs.errors import UsageError
 from kvfs.tools import listing, mounted, progress
 from kvfs.tools.listing import Entry
-from kvfs.tools.words import format_duration, printable
+from kvfs.tools.words import format_count, format_duration, printable
 
 EXAMPLES = """
 kvfs ls /mnt/kvfs
@@ -124,6 +124,19 @@ def _tier(entry: Entry, _: int) -> str:
     return UNKNOWN if entry.tiers is None else "+".join(sorted(entry.tiers, reverse=True)) or UNKNOWN
 
 
+def _staging(entry: Entry, _: int) -> str:
+    if not entry.staging_files:
+        return UNKNOWN
+    return f"{format_count(entry.staging_files, 'file')}, {format_size(entry.staging_bytes or 0)}"
+
+
+def _pin(entry: Entry, now_ns: int) -> str:
+    until = entry.pinned_until
+    if until is None:
+        return UNKNOWN
+    return until if isinstance(until, str) else f"{format_duration((until - now_ns) / 1e9)} more"
+
+
 _CHUNKS = _Column("chunks", 2, lambda entry, _: _number(entry.num_chunks))
 _TOKENS = _Column("tokens", 4, lambda entry, _: _number(entry.num_tokens))
 _POSITION = _Column("position", 6, lambda entry, _: _number(entry.position))
@@ -132,10 +145,13 @@ _SIZE = _Column("size", 1, lambda entry, _: format_size(entry.size_bytes))
 _TIER = _Column("tier", 7, _tier, is_text=True)
 _STORED = _Column("stored", 8, lambda entry, now_ns: _ago(entry.published_ns, now_ns))
 _USED = _Column("last used", 3, lambda entry, now_ns: _ago(entry.last_used_ns, now_ns))
+_COPIED_IN = _Column("copied in", 9, _staging)
+_PINNED = _Column("pinned", 2, _pin)
+_RARE = frozenset({_COPIED_IN, _PINNED})  # left out where no line has anything there
 _COLUMNS = {
-    "namespace": (_CHUNKS, _SIZE, _STORED, _USED),
+    "namespace": (_CHUNKS, _SIZE, _STORED, _USED, _COPIED_IN),
     "prefix": (_CHUNKS, _TOKENS, _SIZE, _TIER, _USED),
-    "chunk": (_POSITION, _TOKENS, _HITS, _SIZE, _TIER, _STORED, _USED),
+    "chunk": (_POSITION, _TOKENS, _HITS, _SIZE, _TIER, _STORED, _USED, _PINNED),
 }
 _GAP = "  "
 
@@ -145,6 +161,7 @@ def table(kind: str, entries: list[Entry], now_ns: int, *, width: int | None, fu
     names = [_name(entry, full) for entry in entries]
     columns = list(_COLUMNS[kind])
     cells = {column: [column.heading, *(column.cell(entry, now_ns) for entry in entries)] for column in columns}
+    columns = [column for column in columns if column not in _RARE or {*cells[column][1:]} - {UNKNOWN}]
     widths = {column: max(map(len, texts)) for column, texts in cells.items()}
     first = max(map(len, (kind, *names)))
     while width is not None and columns and first + sum(len(_GAP) + widths[column] for column in columns) > width:

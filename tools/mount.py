@@ -97,6 +97,18 @@ def mount(
             + ", or package.module:Class. `kvfs simulate` tells them apart.",
         ),
     ] = None,
+    admission: Annotated[
+        str | None,
+        Flag(
+            metavar="always|second-use",
+            show_default=str(_DEFAULTS["admission"]),
+            help="Which chunks are written to NVMe; the rest is in RAM only, until it is used again.",
+        ),
+    ] = None,
+    write_budget: Annotated[
+        str | None,
+        Flag(metavar="SIZE", show_default="no bound", help="Most that is written to NVMe a day (UTC), such as 500GiB."),
+    ] = None,
     socket_directory: Annotated[
         str | None,
         Flag(metavar="DIR", show_default=config.default_socket_directory(), help="Where the sockets for engines lie."),
@@ -121,7 +133,8 @@ def mount(
             config_file,
             {
                 "mountpoint": mountpoint, "ram": ram, "nvme": nvme, "allow_other": allow_other,
-                "access": access, "huge_pages": huge_pages, "window": window, "io_threads": io_threads, "policy": policy,
+                "access": access, "huge_pages": huge_pages, "window": window, "io_threads": io_threads,
+                "policy": policy, "admission": admission, "write_budget": write_budget,
                 "socket_directory": socket_directory, "log_level": log_level, "log_file": log_file,
             },
         )  # fmt: skip

@@ -5,7 +5,9 @@ used when anything that was built on it was.
 
 Concurrency: each removal waits until it is durable, and the daemon makes those that wait at a time durable together. So
 the directories of the prefix view are gone through by several threads, each when all below it are done. Within one
-there is nothing to gain: the kernel lets in one removal at a time, inode_lock in do_unlinkat.
+there is nothing to gain: the kernel lets in one removal at a time, inode_lock in do_unlinkat. 200 chunks on a volume, medians of
+4 interleaved rounds: as 40 prefixes 3.0 s with one thread, 1.1 s with 4, 0.9 s with 16 (best: 1.78, 0.72, 0.74); as one
+chain 4.1, 2.8 and 3.2 s (best: 1.86, 1.95, 0.89), which is noise.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from kvfs.errors import UnavailableError, UsageError
 from kvfs.tools.mounted import Beat
 from kvfs.tools.selecting import names_in
 
-NUM_THREADS = 16
+NUM_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)

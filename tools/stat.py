@@ -141,7 +141,8 @@ def _facts(root: str, place: Place, beat: Beat) -> dict[str, Any]:
             return {"kind": "chunk", "path": path} | _chunk(path)
         prefixes = listing.list_prefixes(root, place.namespace, beat)
         if "/" not in place.path:
-            return {"kind": "namespace", "path": path} | _namespace(path, prefixes) | _xattrs(path)
+            staging = dict(zip(("staging_files", "staging_bytes"), listing.staging_of(path), strict=True))
+            return {"kind": "namespace", "path": path} | _namespace(path, prefixes) | staging | _xattrs(path)
         return {"kind": "prefix", "path": path} | _prefix(place, prefixes) | _xattrs(path)
     except FileNotFoundError as error:
         raise UsageError(f"there is no {place.path} in {root} (any more)") from error

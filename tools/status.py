@@ -59,7 +59,10 @@ def _headline(document: dict[str, Any]) -> str:
     if pinned:
         parts.append(f"· {pinned:,} pinned, which hold {format_size(document.get('held_bytes', 0))}")
     if document.get("num_staging"):
-        parts.append(f"· {format_count(document['num_staging'], 'file')} being copied in")
+        size = format_size(document.get("staging_bytes", 0))
+        parts.append(f"· {format_count(document['num_staging'], 'file')}, {size}, being copied in")
+    if document.get("num_kept_back"):
+        parts.append(f"· {format_size(document.get('kept_back_bytes', 0))} in RAM only, not admitted to NVMe")
     if dirty:
         parts.append(f"· {format_size(document.get('dirty_bytes', 0))} not yet on NVMe")
     return " ".join(parts)

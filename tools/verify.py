@@ -157,7 +157,8 @@ def _verify(path: str, chunks: dict[str, dict[str, int]], found: Findings, track
 
 def _verify_chunk(root: str, path: str, namespace: Namespace, found: Findings, track: Track) -> None:
     try:
-        descriptor = os.open(os.path.join(root, path), os.O_RDONLY | os.O_CLOEXEC)
+        # Direct: what the cache has, and not the pages that the kernel has kept of it.
+        descriptor = os.open(os.path.join(root, path), os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except FileNotFoundError:
         found.gone += 1
         return
@@ -179,7 +180,6 @@ def _verify_chunk(root: str, path: str, namespace: Namespace, found: Findings, t
         found.bytes += size
         if reason is not None:
             found.bad.append(Bad(path, reason, _is_removed(descriptor)))
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # nobody asked for it to stay in the page cache
     finally:
         os.close(descriptor)
 

@@ -5,11 +5,13 @@ Looking for victims does not meet the former; the latter cannot be reached any m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Generic
 
 from kvfs.policies.base import E, Policy
+
+_MAX_LOOKED_AT = 64
 
 
 class Holding(Generic[E]):
@@ -17,11 +19,19 @@ class Holding(Generic[E]):
 
     Invariant: an entry of the tier is in the order, or among the held ones, or among the unreachable ones. A new one is
     held if `is_held` says so; later the caller says it by `hold` and `let_go`.
+
+    Attributes, which the owner of the tier may set:
+        is_held: see above.
+        is_grouped, group: whenever victims are looked for, at the turn of an entry that is grouped the first of the group
+            goes that may: of what belongs together the least worthy. Where that is none of the first few, nothing goes
+            that was used later.
     """
 
     def __init__(self, order: Policy[E], is_held: Callable[[E], bool] | None = None) -> None:
         self._order = order
         self.is_held = is_held
+        self.is_grouped: Callable[[E], bool] | None = None
+        self.group: Callable[[], Iterable[E]] = tuple
         self._held: set[E] = set()
         self._unreachable: dict[E, None] = {}
 
@@ -88,6 +98,23 @@ class Holding(Generic[E]):
 
     def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
         """See `Policy`."""
+        if self.is_grouped is not None:
+            return self._with_group(may_go, self.is_grouped)
+        return self._ungrouped(may_go)
+
+    def _ungrouped(self, may_go: Callable[[E], bool]) -> Iterator[E]:
         if not self._unreachable:
             return self._order.victims(may_go)
         return chain(filter(may_go, reversed(self._unreachable)), self._order.victims(may_go))
+
+    def _with_group(self, may_go: Callable[[E], bool], is_grouped: Callable[[E], bool]) -> Iterator[E]:
+        group: Iterator[E] | None = None
+        for entry in self._ungrouped(lambda entry: is_grouped(entry) or may_go(entry)):
+            if not is_grouped(entry):
+                yield entry
+                continue
+            group = iter(self.group()) if group is None else group
+            found = next((other for other in islice(group, _MAX_LOOKED_AT) if may_go(other)), None)
+            if found is None:
+                return
+            yield found

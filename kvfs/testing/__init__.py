@@ -13,6 +13,7 @@ import errno
 import os
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,6 +34,9 @@ from kvfs.opening import open_store
 from kvfs.store import Store
 from kvfs.system import System
 from kvfs.volume import aligned_buffer
+
+DEADLINE_S = 60.0
+"""For what has to come true, also on a machine that is busy with something else."""
 
 # systems
 
@@ -94,6 +98,19 @@ class FaultySystem(System):
         """See `System`."""
         _raise(self.allocate_error)
         super().fallocate(fd, offset, length)
+
+
+class SlowSystem(System):
+    """A system with a slow device. Attributes: read_delay_s: what each read takes longer."""
+
+    def __init__(self) -> None:
+        self.read_delay_s = 0.0
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """See `System`."""
+        if self.read_delay_s:
+            time.sleep(self.read_delay_s)
+        return super().preadv(fd, buffers, offset)
 
 
 class LosingSystem(FaultySystem):
@@ -258,7 +275,10 @@ async def read_all(store: Store, chunk: Chunk) -> bytes:
         store.release(chunk)
 
 
-async def eventually(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
+# waiting
+
+
+async def eventually(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
     """Return when the condition holds; raises TimeoutError if it never does."""
     try:
         with trio.fail_after(deadline_s):
@@ -266,6 +286,31 @@ async def eventually(condition: Callable[[], object], deadline_s: float = 20.0) 
                 await trio.sleep(0.002)
     except trio.TooSlowError as error:
         raise TimeoutError(f"it did not come true within {deadline_s:g} s") from error
+
+
+def wait_until(is_so: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> float:
+    """The same outside of an event loop; `what` is for the error. Returns how many seconds it took."""
+    begin = time.monotonic()
+    while not is_so():
+        if time.monotonic() > begin + deadline_s:
+            raise TimeoutError(f"not within {deadline_s:g} s: {what}")
+        time.sleep(0.005)
+    return time.monotonic() - begin
+
+
+def soon(is_so: Callable[[], object], what: str) -> None:
+    """Return when it is so; raises TimeoutError if it is not before the kernel would look again for itself.
+
+    What the kernel has cached of a mount it believes for a second. A moment in which the machine lets this process do
+    nothing counts as 10 ms of that, or a busy machine would fail whoever asks.
+    """
+    left_s = 0.9
+    while not is_so():
+        if left_s < 0:
+            raise TimeoutError(f"not soon: {what}")
+        begin = time.monotonic()
+        time.sleep(0.002)
+        left_s -= min(time.monotonic() - begin, 0.01)
 
 
 # places

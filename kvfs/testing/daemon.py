@@ -35,6 +35,9 @@ from kvfs.errors import CapacityError, KvfsError, UsageError
 from kvfs.mount.session import serve_sessions
 from kvfs.opening import open_store
 from kvfs.pins import FOREVER
+from kvfs.testing import SlowSystem
+
+system = SlowSystem()
 
 async def talk(nursery, store, sessions):
     say = lambda value: print(json.dumps(value), flush=True)
@@ -83,6 +86,14 @@ async def talk(nursery, store, sessions):
             store.remove_namespace(store.catalog.tables[line.split()[1]])
             await store.settle()
             say(True)
+        elif line.startswith("slow "):
+            system.read_delay_s = float(line.split()[1])
+            say(True)
+        elif line.strip() == "chill":
+            say(await store.flush(30))
+            for chunk in store.catalog.chunks():
+                if not chunk.leases and not chunk.is_dirty:
+                    store._residency.ram.drop(chunk)
         elif line.strip() == "namespaces":
             say(list(store.catalog.tables))
         else:
@@ -95,7 +106,7 @@ async def stop_on_term(nursery):
             nursery.cancel_scope.cancel()
 
 async def main(settings, path):
-    async with open_store(settings) as store, trio.open_nursery() as nursery:
+    async with open_store(settings, system) as store, trio.open_nursery() as nursery:
         nursery.start_soon(stop_on_term, nursery)
         sessions = await nursery.start(serve_sessions, store, path)
         nursery.start_soon(talk, nursery, store, sessions)
@@ -172,6 +183,15 @@ class DaemonProcess:
         """Wait until nothing is dirty."""
         return self._ask("flush") is True
 
+    def slow(self, read_delay_s: float) -> None:
+        """From now on each read of the volume takes so much longer."""
+        self._ask(f"slow {read_delay_s}")
+
+    def chill(self) -> None:
+        """Let every chunk that may leave RAM do so: it is on NVMe only then."""
+        if self._ask("chill") is not True:
+            raise RuntimeError("not everything could be written")
+
     def clean_keys(self) -> set[bytes]:
         """The chunks that would survive a crash now."""
         return {bytes.fromhex(key) for key in self._ask("clean")}
@@ -236,7 +256,7 @@ class DaemonProcess:
         return self._end()
 
     def _end(self) -> int:
-        status = self.process.wait(timeout=60)
+        status = self.process.wait(timeout=300)
         with self._asking:
             for stream in (self.process.stdin, self.process.stdout):
                 if stream is not None:

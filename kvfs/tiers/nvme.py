@@ -127,11 +127,11 @@ class NvmeTier:
         """Make what was written durable. Raises OSError."""
         await trio.to_thread.run_sync(self.volume.sync, limiter=self.limiter)
 
-    def least_worthy(self, wanted: int) -> list[Chunk]:
+    def least_worthy(self, wanted: int, may_go: Callable[[Chunk], bool]) -> list[Chunk]:
         """Who has to go so that `wanted` bytes, and some for those that come next, will be free; empty if nobody may."""
         victims: list[Chunk] = []
         found = 0
-        for victim in islice(self.policy.victims(lambda chunk: not chunk.leases), _VICTIMS_AT_ONCE):
+        for victim in islice(self.policy.victims(may_go), _VICTIMS_AT_ONCE):
             victims.append(victim)
             found += victim.length
             if found >= _TIMES_WANTED * wanted:

@@ -31,13 +31,16 @@ class Memory(Protocol):
 class RamTier:
     """The arena, what is free in it, and who goes first.
 
-    Attributes: memory, extents, policy. Chunks in the policy are exactly those that are visible and have an extent.
+    Attributes:
+        memory, extents, policy: chunks in the policy are exactly those that are visible and have an extent.
+        on_drop: called with each chunk whose extent is given back.
     """
 
     def __init__(self, memory: Memory, policy: Policy[Chunk]) -> None:
         self.memory = memory
         self.extents = ExtentAllocator(memory.size_bytes)
         self.policy: Holding[Chunk] = Holding(policy)
+        self.on_drop: list[Callable[[Chunk], None]] = []
 
     def view(self, offset: int, length: int) -> memoryview:
         """The bytes of an extent, writable."""
@@ -86,3 +89,5 @@ class RamTier:
         if chunk.ram != NOWHERE:
             self.extents.free(chunk.ram, chunk.length)
             chunk.ram = NOWHERE
+            for dropped in self.on_drop:
+                dropped(chunk)

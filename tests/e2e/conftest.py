@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,17 +19,9 @@ from kvfs.keys import ChainHash, extend, key_of, root
 from kvfs.messages import StoreStatus
 from kvfs.mount import mountpoint
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
+from kvfs.testing import DEADLINE_S, wait_until
 
-DEADLINE_S = 30.0
 TOKENS = 16
-
-
-def wait_until(is_so: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Poll until something outside this process is so."""
-    end = time.monotonic() + deadline_s
-    while not is_so():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.01)
 
 
 class Daemon:
@@ -144,7 +135,7 @@ class Engine:
             ),
             layers=(LayerRun(2, (TensorSpec("k", "F32", (TOKENS, 8), 0), TensorSpec("v", "F32", (TOKENS, 8), 0))),),
         )  # fmt: skip
-        self.client = Client(mount, self.namespace, deadline_s=10.0, window_bytes=1 << 20)
+        self.client = Client(mount, self.namespace, deadline_s=DEADLINE_S, window_bytes=1 << 20)
         self.directory = mount / self.namespace.directory
         self.chunks = self.directory / "chunks"
         self.prefixes = self.directory / "prefixes"

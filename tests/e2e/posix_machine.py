@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvfs.client import Client
+from kvfs.testing import DEADLINE_S, soon, wait_until
 
 REFUSED = {errno.EROFS, errno.EPERM, errno.EACCES}
 PATHS = ["a", "ab", "abc", "abcd", "abX", "abXY", "aZ", "Q", "QR", "QRS"]
 SUFFIX = ".safetensors"
 PARTS = ("namespace.json", "chunks", "prefixes")
 KEY = re.compile(r"[0-9a-f]{32}")
-SOON_S = 0.9  # the kernel may believe a name or an attribute for a second; ours are taken back sooner
 FRESH_S = 1.5  # what was copied in shows one link for three seconds after the last copy
 FACTS = ("dirty", "tier", "hits", "position", "tokens", "parent", "key", "checksum")  # what is clean stays clean
 
@@ -67,13 +67,6 @@ def errno_of(call: Callable[[], object]) -> int:
     return 0
 
 
-def soon(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.002)
-
-
 class PosixMachine(RuleBasedStateMachine):
     """See the module. `engine` and `root` are set by the test: one mount serves all runs."""
 
@@ -91,7 +84,8 @@ class PosixMachine(RuleBasedStateMachine):
         self.is_attached = True
         self.hidden: set[str] = set()  # parts of the namespace that were removed
         self.copied: dict[str, bool] = {}  # of chunks that were copied in: whether it is sure that they are fresh
-        self.copied_s = 0.0
+        self.step_s = time.monotonic()  # when this step began, or before
+        self.copied_s = 0.0  # of the last copy, or before
         self.begin()
 
     def begin(self) -> None:
@@ -126,8 +120,8 @@ class PosixMachine(RuleBasedStateMachine):
         """No engine uses it any more."""
         if self.is_attached:
             self.engine.client.close()
-            self.engine.client = Client(self.root, self.engine.namespace, deadline_s=10.0, window_bytes=1 << 20)
-            soon(lambda: self.status()["num_sessions"] == 0, "the session ends")
+            self.engine.client = Client(self.root, self.engine.namespace, deadline_s=DEADLINE_S, window_bytes=1 << 20)
+            wait_until(lambda: self.status()["num_sessions"] == 0, "the session ends")
         self.is_attached = False
 
     def status(self) -> dict[str, Any]:
@@ -143,7 +137,7 @@ class PosixMachine(RuleBasedStateMachine):
         """A chunk was copied in, or was there already."""
         if self.copied and time.monotonic() - self.copied_s > FRESH_S:
             self.copied = dict.fromkeys(self.copied, False)
-        self.copied_s = time.monotonic()
+        self.copied_s = self.step_s
         self.copied[path] = self.copied.get(path, is_new) and is_new
         if is_new:
             self.there[path] = self.files[path] = bytes(
@@ -496,6 +490,7 @@ class PosixMachine(RuleBasedStateMachine):
             assert os.pread(held.fd, len(held.content) + 1, 0) == held.content
             is_there = self.there.get(held.path) is held.content
             assert os.fstat(held.fd).st_nlink in (self.links(held.path) if is_there else {0})
+        self.step_s = time.monotonic()
 
     def the_namespace_is_right(self) -> None:
         """What it shows is what was not removed of it."""

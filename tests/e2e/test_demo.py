@@ -16,10 +16,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvfs.testing import wait_until
 from kvfs.tools.demo import model as demo_model
 from kvfs.tools.demo.prompt import NUM_TOKENS
-
-from .conftest import wait_until
 
 LIMIT_S = 240.0
 
@@ -48,7 +47,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory)
     (directory / demo_model.RECORD).write_text("{}")
-    return {**os.environ, "XDG_CACHE_HOME": str(cache), "COLUMNS": "120"}
+    return {**os.environ, "XDG_CACHE_HOME": str(cache), "COLUMNS": "120", "OMP_NUM_THREADS": "1"}  # the model is tiny
 
 
 def command(out: Path) -> list[str]:
@@ -81,6 +80,7 @@ def test_the_demo(environment: dict[str, str], tmp_path: Path) -> None:
     assert sorted(path.name for path in out.parent.iterdir()) == [".lock", "result.json"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing(
     environment: dict[str, str], tmp_path: Path, number: signal.Signals, reap: Callable[..., Any]
@@ -94,6 +94,7 @@ def test_an_interrupted_demo_leaves_nothing(
     assert [path.name for path in out.parent.iterdir()] == [".lock"]
 
 
+@pytest.mark.heavy
 def test_a_second_demo_in_the_same_place_is_refused(
     environment: dict[str, str], tmp_path: Path, reap: Callable[..., Any]
 ) -> None:

@@ -8,12 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvfs.client import Client
+from kvfs.errors import UnavailableError
 from kvfs.mount import mountpoint
+from kvfs.testing import tiny_namespace
 
 
 def is_mounted(daemon: Any) -> bool:
@@ -162,7 +166,7 @@ def test_a_killed_reader_gives_its_lease_back(mounted: Any, engine: Any, reap: A
 
     assert num_leases() == 1
     reader.kill()
-    wait(lambda: num_leases() == 0, "the lease ends", 0.5)
+    wait(lambda: num_leases() == 0, "the lease ends")
 
 
 def test_the_mount_point_may_have_a_blank_in_its_name(daemon: Any, engines: Any) -> None:
@@ -189,7 +193,33 @@ def test_rotten_bytes_are_never_shown(daemon: Any, engines: Any, wait: Any) -> N
     assert engine.file("a").read_bytes()[-4096:-2048] == b"a" * 2048
     with pytest.raises(OSError, match="Input/output error"):
         engine.file("ab").read_bytes()
-    wait(lambda: not engine.file("ab").exists(), "its name goes", 0.5)
+    wait(lambda: not engine.file("ab").exists(), "its name goes")
     events = [json.loads(line) for line in (daemon.path / ".kvfs/events").read_text().splitlines()]
     assert [event["event"] for event in events if event.get("key") == engine.key("ab")] == ["corrupt"]
     assert engine.client.match(engine.chains("abc")).count == 1
+
+
+@pytest.mark.leaves("a mount")  # the stopped daemon's, until it is killed
+def test_a_mount_that_hangs_does_not_hide_what_is_mounted_there_later(daemon: Any, tmp_path: Path, wait: Any) -> None:
+    """One thread waits for a stopped daemon; the mount that took its place is asked by another."""
+    daemon.start()
+    client = Client(daemon.path, tiny_namespace(), deadline_s=0.3)
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            with pytest.raises(UnavailableError, match="did not answer within"):
+                client.attach()
+        assert sum(thread.name == "kvfs-attach" for thread in threading.enumerate()) == 1
+        assert mountpoint.unmount(str(daemon.path), lazy=True)
+        second = type(daemon)(tmp_path, tmp_path / "s")
+        second.start(nvme=None)
+        try:
+            client.attach()
+            client.close()
+        finally:
+            second.clean_up()
+    finally:
+        daemon.process.kill()
+        daemon.process.wait()
+        daemon.process = None
+    wait(lambda: not any(thread.name == "kvfs-attach" for thread in threading.enumerate()), "the thread has ended")

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvfs.testing import soon
+
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "LC_ALL": "C"}
@@ -29,7 +31,7 @@ def gone(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("by", ["chunks", "prefixes"])
-def test_rm_of_one_name_takes_the_other(engine: Any, wait: Any, by: str) -> None:
+def test_rm_of_one_name_takes_the_other(engine: Any, by: str) -> None:
     """At once: the kernel does not go on serving what it had cached."""
     engine.store("ab")
     flat = engine.file("ab")
@@ -39,7 +41,7 @@ def test_rm_of_one_name_takes_the_other(engine: Any, wait: Any, by: str) -> None
     one, other = (flat, deep) if by == "chunks" else (deep, flat)
     assert run("rm", one).returncode == 0
     assert gone(one)
-    wait(lambda: gone(other), "the other name goes", 0.5)  # half the time that the kernel could have cached it
+    soon(lambda: gone(other), "the other name goes")
     with pytest.raises(FileNotFoundError):
         other.read_bytes()
     assert engine.client.match(engine.chains("ab")).count == 1
@@ -206,7 +208,7 @@ def test_removing_while_listing(engine: Any) -> None:
     assert set(os.listdir(engine.chunks)) == kept | {engine.file("new"[:length]).name for length in (1, 2, 3)}
 
 
-def test_evicted_names_vanish(daemon: Any, engines: Any, wait: Any) -> None:
+def test_evicted_names_vanish(daemon: Any, engines: Any) -> None:
     """Also those that the kernel has cached, and also in a cache without a volume."""
     daemon.start(ram="1MiB", nvme=None)
     engine = engines(daemon.path)
@@ -217,18 +219,18 @@ def test_evicted_names_vanish(daemon: Any, engines: Any, wait: Any) -> None:
         engine.store(chr(0x1000 + number))
         if gone(flat) or gone(deep):  # looking keeps both in the kernel's cache to the end
             break
-    wait(lambda: gone(flat), "the flat name goes", 0.5)
-    wait(lambda: gone(deep), "the deep name goes", 0.5)
+    soon(lambda: gone(flat), "the flat name goes")
+    soon(lambda: gone(deep), "the deep name goes")
 
 
-def test_a_chunk_that_moved_has_its_new_name_only(engine: Any, wait: Any) -> None:
+def test_a_chunk_that_moved_has_its_new_name_only(engine: Any) -> None:
     """A second continuation splits a directory; the kernel forgets the old place of what moved."""
     engine.store("abcd")
     top = engine.prefixes / engine.key("a")
     name = engine.file("abcd").name
     before = (top / name).stat()
     engine.store("abx")
-    wait(lambda: gone(top / name), "the old name goes", 0.5)
+    soon(lambda: gone(top / name), "the old name goes")
     after = (top / engine.key("abc") / name).stat()
     assert (after.st_ino, after.st_nlink) == (before.st_ino, 2)
     assert sorted(os.listdir(top)) == sorted(

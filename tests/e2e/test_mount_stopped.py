@@ -11,6 +11,7 @@ import pytest
 
 from kvfs.connection import find_socket
 from kvfs.errors import UnavailableError
+from kvfs.testing import DEADLINE_S
 
 from .conftest import Daemon
 
@@ -30,4 +31,4 @@ def test_attempts_to_attach_leave_one_thread_behind(mounted: Daemon, wait: Calla
     finally:
         os.kill(mounted.pid, signal.SIGCONT)
     wait(lambda: not num_waiting(), "the thread has its answer")
-    assert find_socket(mounted.path, 10.0).endswith("session.sock")
+    assert find_socket(mounted.path, DEADLINE_S).endswith("session.sock")

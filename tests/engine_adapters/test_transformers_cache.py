@@ -18,6 +18,7 @@ from kvfs.engine_adapters.transformers_cache import PrefixCache
 from kvfs.engine_adapters.transformers_calls import CACHE_ARGUMENT
 from kvfs.errors import UsageError
 from kvfs.messages import Tier
+from kvfs.testing import DEADLINE_S
 
 from .conftest import Node, prompt_of, tiny_model
 
@@ -26,7 +27,7 @@ CHUNK = 64
 
 
 def open_cache(node: Node, model: Any, **options: Any) -> PrefixCache:
-    defaults = {"tokens_per_chunk": CHUNK, "break_even": False, "reserve_tokens": 256}
+    defaults = {"tokens_per_chunk": CHUNK, "break_even": False, "reserve_tokens": 256, "deadline_s": DEADLINE_S}
     return PrefixCache(node.mount, model, **{**defaults, **options})
 
 

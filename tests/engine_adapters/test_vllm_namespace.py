@@ -181,7 +181,7 @@ def test_engines_that_cannot_be_held_are_refused_in_one_sentence(weights: Path) 
 
 
 def test_settings_are_checked() -> None:
-    assert settings_from({"mount": "/mnt/kvfs"}).load_async
+    assert settings_from({"mount": "/mnt/kvfs"}).load_async is None
     for wrong in ({}, {"mount": "/m", "monut": 1}, {"mount": "/m", "floor_tokens": 0}):
         with pytest.raises(UsageError, match="kv_connector_extra_config"):
             settings_from(wrong)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from kvfs.engine_adapters import vllm_scheduler
 from kvfs.engine_adapters.vllm_orders import LoadReport, StepReport
 from kvfs.engine_adapters.vllm_scheduler import MAX_LEASED_REQUESTS
-from kvfs.testing import settings_in, socket_path
+from kvfs.messages import Tier
+from kvfs.testing import DEADLINE_S, settings_in, socket_path, wait_until
 from kvfs.testing.daemon import DaemonProcess
 
 from .conftest import Node
@@ -48,7 +52,7 @@ def wait_for_publishing(engine: StandIn) -> None:
         worker.flush()
 
 
-@pytest.mark.parametrize("load_async", [True, False])
+@pytest.mark.parametrize("load_async", [True, False, None])
 def test_another_engine_gets_the_same_kv(node: Node, engines: Any, load_async: bool) -> None:
     fill(engines())
     assert [chunk.position for chunk in node.chunks()] == [0, 1, 2, 3]
@@ -59,7 +63,7 @@ def test_another_engine_gets_the_same_kv(node: Node, engines: Any, load_async: b
     assert not engine.failed
 
 
-@pytest.mark.parametrize("load_async", [True, False])
+@pytest.mark.parametrize("load_async", [True, False, None])
 def test_a_chunk_is_loaded_from_where_the_local_blocks_end(engines: Any, load_async: bool) -> None:
     """Local blocks may be read by others at this moment: they are not written, not even with the same bytes."""
     fill(engines())
@@ -73,6 +77,22 @@ def test_a_chunk_is_loaded_from_where_the_local_blocks_end(engines: Any, load_as
     assert engine.run(request, OTHER_IDS, num_local) == 4 * CHUNK - num_local
     assert (engine.tensors[0][1][mark] == 255).all()
     assert engine.wrong_tokens(request, len(TOKENS)) == list(range(num_local - BLOCK, num_local))
+
+
+def test_a_step_whose_layers_do_not_wait_has_its_kv_before_it_begins(engines: Any) -> None:
+    """A compiled model might leave the hook out: until every layer was seen to call it, the step begins with the KV."""
+    fill(engines())
+    engine = engines(load_async=False)
+    engine.wait_for_layers = False
+    request = request_of(TOKENS)
+    running = threading.Thread(target=engine.run, args=(request, OTHER_IDS))
+    with engine.pausing(rank=0):
+        running.start()
+        running.join(0.3)
+        assert running.is_alive()
+    running.join()
+    assert not engine.wrong_at_begin
+    assert not engine.wrong_tokens(request, len(TOKENS))
 
 
 def test_a_prompt_that_is_stored_whole(engines: Any) -> None:
@@ -128,7 +148,7 @@ def test_generated_tokens_are_stored_with_the_prompt(node: Node, engines: Any) -
 
 
 @pytest.mark.expect_log("does not have its checksum|bad|corrupt|dropped")
-@pytest.mark.parametrize("load_async", [True, False])
+@pytest.mark.parametrize("load_async", [True, False, None])
 def test_what_did_not_arrive_is_named_and_stored_anew(node: Node, engines: Any, load_async: bool) -> None:
     """The third chunk has rotted: its blocks and those behind it are reported, the ones before are right."""
     fill(engines())
@@ -137,7 +157,7 @@ def test_what_did_not_arrive_is_named_and_stored_anew(node: Node, engines: Any, 
     request = request_of(TOKENS)
     engine.scheduler.arrived(request)
     assert engine.admit(request, OTHER_IDS) == 4 * CHUNK
-    if load_async:
+    if engine.scheduler.is_async(request):
         engine.settle(request)
     else:
         engine.schedule(request, 6)
@@ -218,6 +238,21 @@ def test_asking_twice_changes_nothing(node: Node, engines: Any) -> None:
     assert node.call(lambda: sum(chunk.leases > 0 for chunk in node.store.catalog.chunks())) == 0
 
 
+def test_a_request_that_missed_asks_again_when_it_is_its_turn(
+    node: Node, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another may have stored the prefix while it waited; but right after it arrived it does not ask twice."""
+    engine = engines()
+    request = request_of(TOKENS)
+    engine.scheduler.arrived(request)
+    for _ in range(3):
+        assert engine.scheduler.loadable_tokens(request, 0) == 0
+    assert node.call(lambda: node.store.counters.matches) == 1
+    fill(engines())
+    monkeypatch.setattr(vllm_scheduler, "ASK_AGAIN_S", 0.0)
+    assert engine.scheduler.loadable_tokens(request, 0) == 4 * CHUNK
+
+
 def test_a_long_queue_does_not_hold_the_cache(node: Node, engines: Any) -> None:
     fill(engines())
     engine = engines()
@@ -252,7 +287,7 @@ def test_blocks_are_given_away_without_waiting_for_a_stopped_daemon(tmp_path: Pa
     """The daemon does not answer the store: the engine goes on after a moment, and what it gave away is not read."""
     settings = settings_in(tmp_path)
     with DaemonProcess.start(settings, socket_path(tmp_path)) as daemon:
-        engine = StandIn(tmp_path / "mount", deadline_s=2.0)
+        engine = StandIn(tmp_path / "mount", deadline_s=30.0)
         request = request_of(TOKENS)
         engine.scheduler.arrived(request)
         engine.admit(request, BLOCK_IDS)
@@ -262,7 +297,7 @@ def test_blocks_are_given_away_without_waiting_for_a_stopped_daemon(tmp_path: Pa
             begin = time.monotonic()
             engine.preempted = {"r"}
             engine.step()
-            assert time.monotonic() - begin < 1.5
+            assert time.monotonic() - begin < 10
             for tensor in engine.tensors[0]:
                 tensor.fill_(0)
         wait_for_publishing(engine)
@@ -297,7 +332,7 @@ def test_loads_that_cost_more_than_computing_are_declined(engines: Any) -> None:
     """Measured: computing takes 1 ms a token and loading 2; with a faster tier it loads again."""
     fill(engines())
     engine = engines(break_even=True)
-    slow = LoadReport("other", 100, 0.2, failed=False)
+    slow = LoadReport("other", {Tier.RAM: 100}, 0.2, failed=False)
     for _ in range(8):
         engine.scheduler.break_even.observe_compute(100, 0.1)
         engine.scheduler.reported(StepReport(None, [slow]), (), 0)
@@ -305,7 +340,7 @@ def test_loads_that_cost_more_than_computing_are_declined(engines: Any) -> None:
     engine.scheduler.arrived(request)
     assert [engine.scheduler.loadable_tokens(request, 0) for _ in range(3)] == [0, 0, 0]
     assert engine.scheduler.take_counts()["not_worth_it"] == 1
-    fast = LoadReport("other", 100, 0.01, failed=False)
+    fast = LoadReport("other", {Tier.RAM: 100}, 0.01, failed=False)
     engine.scheduler.reported(StepReport(None, [fast] * 8), (), 0)
     request = request_of(TOKENS, "later")
     engine.scheduler.arrived(request)
@@ -347,14 +382,16 @@ def test_without_a_daemon_requests_are_computed_at_once(start_node: Any, tmp_pat
         begin = time.monotonic()
         for number in range(20):
             assert engine.run(request_of(TOKENS, f"r{number}"), BLOCK_IDS) == 0
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < DEADLINE_S
+        numbers = itertools.count()
+
+        def is_found() -> bool:
+            request = request_of(TOKENS, f"s{next(numbers)}")
+            found = engine.run(request, BLOCK_IDS)
+            engine.finish(request)
+            return found == 4 * CHUNK
+
         with start_node():
-            for number in range(100_000):
-                request = request_of(TOKENS, f"s{number}")
-                found = engine.run(request, BLOCK_IDS)
-                engine.finish(request)
-                if found:
-                    break
-            assert found == 4 * CHUNK
+            wait_until(is_found, "the node is found")
     finally:
         engine.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,10 +86,15 @@ class StandIn:
         tensors: of each rank and layer.
         sent: requests whose stores every rank has copied; of a rank alone: `sending`.
         received: requests whose load every rank ended with the last step; of a rank alone: `receiving`.
+        wait_for_layers: whether the forward pass calls the hook for each layer.
+        wrong_at_begin: positions to be loaded inside a step that were wrong when its forward pass began.
+        seconds_per_token: how long the forward pass takes at least.
     """
 
     def __init__(self, mount: Path, num_ranks: int = 1, **settings: Any) -> None:
-        self.settings = VllmSettings(str(mount), **{"floor_tokens": 1, "break_even": False, **settings})
+        self.settings = VllmSettings(
+            str(mount), **{"floor_tokens": 1, "break_even": False, "load_async": True, "deadline_s": 10.0, **settings}
+        )
         namespaces = [namespace_of(rank, num_ranks) for rank in range(num_ranks)]
         self.tensors = [
             [torch.zeros(BLOCKS, HEADS, BLOCK, CONTENT, dtype=torch.uint8) for _ in range(LAYERS)] for _ in namespaces
@@ -101,7 +107,7 @@ class StandIn:
             kv = WorkerKv(namespace, views, numbers, BLOCKS * BLOCK, is_storing=True)
             self._blocks.append(PausedBlocks(views))
             self.workers.append(WorkerSide(kv, self._blocks[-1], self.settings))
-        self.scheduler = SchedulerSide(self.settings, namespaces, BLOCK, lambda path: path)
+        self.scheduler = SchedulerSide(self.settings, namespaces, BLOCK, lambda path: path, may_load_in_step=True)
         for side in [*self.workers, self.scheduler]:
             side.open()
         self.block_ids: dict[str, list[int]] = {}
@@ -111,6 +117,9 @@ class StandIn:
         self.received: set[str] = set()
         self.sending, self.receiving = Agreement(num_ranks), Agreement(num_ranks)
         self.failed: set[int] = set()
+        self.seconds_per_token = 0.0
+        self.wait_for_layers = True
+        self.wrong_at_begin: list[int] = []
 
     def close(self) -> None:
         for side in [*self.workers, self.scheduler]:
@@ -154,19 +163,22 @@ class StandIn:
         self.orders = orders
         for worker in self.workers:
             worker.preempted(orders)
-        if not orders.are_loads_async:
+        if orders.loads_in_step:
             for worker in self.workers:
                 worker.begin_loads(orders)
-                for layer in range(LAYERS):
-                    worker.wait_for_layer(f"layer {layer}")
+                if self.wait_for_layers:
+                    for layer in range(LAYERS):
+                        worker.wait_for_layer(f"layer {layer}")
         for request_id, num_tokens in scheduled.items():
             request = self._computing[request_id]
+            if not self.wait_for_layers and not self.failed:
+                self.wrong_at_begin += self.wrong_tokens(request, request.num_computed_tokens)
             self.compute(request, request.num_computed_tokens, num_tokens)
             request.num_computed_tokens += num_tokens
         reports = []
         self.received = set()
         for worker in self.workers:
-            if orders.are_loads_async:
+            if not orders.loads_in_step:
                 worker.begin_loads(orders)
             worker.begin_stores(orders)
             sent, got = worker.finished()
@@ -192,7 +204,7 @@ class StandIn:
         """A whole request with one prefill step and one that generates nothing; how many tokens were loaded."""
         self.scheduler.arrived(request)
         found = self.admit(request, block_ids, num_local)
-        if found and self.settings.load_async:
+        if found and self.scheduler.is_async(request):
             self.settle(request)
         self.schedule(request, request.num_tokens - request.num_computed_tokens)
         self.step()
@@ -211,6 +223,7 @@ class StandIn:
 
     def compute(self, request: Any, begin: int, num_tokens: int) -> None:
         """The forward pass: fill the KV of some tokens."""
+        time.sleep(num_tokens * self.seconds_per_token)
         block_ids = self.block_ids[request.request_id]
         for rank, tensors in enumerate(self.tensors):
             for position in range(begin, begin + num_tokens):

@@ -585,10 +585,10 @@ class Inspector:
         """A chunk can be stored, removed, stored again and read, whatever there was."""
         chain = chain_of(NS, 2, 99)
         assert await store_chain(store, table, chain) == [StoreStatus.STORED] * 2
-        assert await store.flush(10)
+        assert await store.flush(60)
         await store.remove([table.chunks[chain.keys[0]]])
         assert await store_chunk(store, table, new_chunks(chain)[0]) is StoreStatus.STORED
-        assert await store.flush(10)
+        assert await store.flush(60)
         geo = geometry(NS, chain.tokens_per_chunk)
         for key, value in zip(chain.keys, chain.chains, strict=True):
             raw = await read_all(store, table.chunks[key])

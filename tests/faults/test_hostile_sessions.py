@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -21,6 +20,7 @@ from kvfs.mount.session import serve_sessions
 from kvfs.opening import open_store
 from kvfs.store import Store
 from kvfs.testing import (
+    DEADLINE_S,
     chain_of,
     plain_mount,
     settings_in,
@@ -29,6 +29,7 @@ from kvfs.testing import (
     tiny_namespace,
 )
 from kvfs.testing.daemon import DaemonProcess
+from kvfs.testing.processes import num_descriptors
 
 NS = tiny_namespace()
 
@@ -41,23 +42,23 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 def connected(directory: Path) -> socket.socket:
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    client.settimeout(5)
+    client.settimeout(DEADLINE_S)
     client.connect(socket_path(directory))
     return client
 
 
 def test_connections_beyond_the_descriptors_of_the_daemon_wait(tmp_path: Path, daemon: DaemonProcess) -> None:
     """A daemon that has no descriptor left for another client serves those that it has, and the next when some go."""
-    in_use = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+    in_use = num_descriptors(daemon.process.pid)
     resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (in_use + 20, in_use + 20))
-    with closing(Client(plain_mount(tmp_path), NS, deadline_s=10.0)) as client:
+    with closing(Client(plain_mount(tmp_path), NS, deadline_s=DEADLINE_S)) as client:
         client.attach()
         crowd = [connected(tmp_path) for _ in range(60)]
         assert client.match(chain_of(NS, 1).chains).count == 0
         assert client.statistics.failures == 0
         for other in crowd:
             other.close()
-        with closing(Client(plain_mount(tmp_path), NS, deadline_s=10.0)) as late:
+        with closing(Client(plain_mount(tmp_path), NS, deadline_s=DEADLINE_S)) as late:
             late.attach()
 
 
@@ -75,7 +76,7 @@ async def served(directory: Path) -> AsyncIterator[tuple[Store, trio.socket.Sock
 
 
 async def reply(client: trio.socket.SocketType) -> m.AnyReply:
-    with trio.fail_after(10):
+    with trio.fail_after(DEADLINE_S):
         return m.decode_reply(await client.recv(m.MAX_MESSAGE_BYTES))
 
 
@@ -134,7 +135,7 @@ async def test_windows_of_all_sessions_are_bounded(tmp_path: Path) -> None:
         assert isinstance(refused, m.Failure)
         assert "no memory for another window" in refused.message
         others.pop().close()
-        with trio.fail_after(10):
+        with trio.fail_after(DEADLINE_S):
             while isinstance(await window(client, largest), m.Failure):
                 await trio.lowlevel.checkpoint()
         for other in others:

@@ -25,6 +25,7 @@ from kvfs.client import Client
 from kvfs.keys import KeyChain
 from kvfs.messages import StoreStatus
 from kvfs.testing import (
+    DEADLINE_S,
     chain_of,
     load_right,
     new_chunks,
@@ -225,7 +226,7 @@ class Load:
             raise self._errors[0]
 
 
-def client_of(directory: Path, deadline_s: float = 10.0) -> Client:
+def client_of(directory: Path, deadline_s: float = DEADLINE_S) -> Client:
     return Client(plain_mount(directory), NS, deadline_s=deadline_s)
 
 

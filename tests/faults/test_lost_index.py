@@ -127,7 +127,7 @@ async def test_a_document_that_cannot_be_written(tmp_path: Path) -> None:
         assert not await store.flush(1.5)
         assert store.statistics().num_dirty == 2
         (tmp_path / "nvme" / DOCUMENTS / f"{TINY.directory}.json").rmdir()
-        assert await store.flush(20)
+        assert await store.flush(60)
         assert (tmp_path / "nvme" / DOCUMENTS / f"{TINY.directory}.json").is_file()
 
 

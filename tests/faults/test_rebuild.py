@@ -233,6 +233,27 @@ async def test_what_was_removed_stays_away(tmp_path: Path, chains: list[KeyChain
     assert (evicted in found) == is_lost
 
 
+@pytest.mark.expect_log("is no index|there is no index")
+async def test_an_older_copy_of_what_was_removed_stays_away(tmp_path: Path) -> None:
+    """A chunk was evicted, stored again and removed by a person; then the index was lost."""
+    chain = chain_of(MIB, 1)
+    async with open_table(tmp_path, MIB, nvme=8 << 20, ram=8 << 20) as (store, table):
+        await store_chain(store, table, chain)
+        assert await store.flush()
+        for seed in range(1, 8):
+            await store_chain(store, table, chain_of(MIB, 1, seed))
+            assert await store.flush()
+        assert chain.keys[0] not in table.chunks
+        await store_chain(store, table, chain)
+        assert await store.flush()
+        await store.remove([table.chunks[chain.keys[0]]])
+        there = set(table.chunks)
+    (tmp_path / "nvme" / INDEX).unlink()
+    rebuilt(tmp_path)
+    async with open_table(tmp_path, MIB, nvme=8 << 20, ram=8 << 20) as (_, table):
+        assert set(table.chunks) == there
+
+
 async def test_a_row_that_cannot_be_true_is_mended(tmp_path: Path, chains: list[KeyChain]) -> None:
     """The index has not let that chunk go: it is there, elsewhere than its row says."""
     key = rows(tmp_path)[1][0]

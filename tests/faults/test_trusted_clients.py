@@ -16,10 +16,12 @@ import trio
 from kvfs import namespace as namespaces
 from kvfs.catalog import ChunkTable
 from kvfs.client import Client, Publishing
+from kvfs.errors import CorruptChunk, UnavailableError
 from kvfs.messages import StoreStatus, Tier
 from kvfs.mount.session import serve_sessions
 from kvfs.store import Store
 from kvfs.testing import (
+    DEADLINE_S,
     chain_of,
     eventually,
     layer_of,
@@ -39,7 +41,7 @@ from kvfs import namespace
 from kvfs.client import Client
 from kvfs.testing import chain_of, new_chunks
 space = namespace.decode(sys.stdin.buffer.read())
-client = Client(sys.argv[1], space, deadline_s=5.0)
+client = Client(sys.argv[1], space, deadline_s=60.0)
 (reservation,) = client.store(new_chunks(chain_of(space, 1)))
 reservation.payload[:4] = b"half"
 connection = reservation.connection
@@ -59,7 +61,7 @@ async def trusted(directory: Path, **settings: Any) -> AsyncIterator[tuple[Store
 
 
 def client_of(directory: Path) -> Client:
-    return Client(plain_mount(directory), MIB, deadline_s=5.0)
+    return Client(plain_mount(directory), MIB, deadline_s=DEADLINE_S)
 
 
 def fill(client: Client, seed: int, num_chunks: int = 1) -> Publishing:
@@ -102,23 +104,66 @@ async def test_what_was_stored_in_place_is_there_after_a_restart(tmp_path: Path,
             await in_thread(assert_right, client, 1, 3, Tier.NVME)
 
 
-async def test_wrong_bytes_in_place_are_bad(tmp_path: Path) -> None:
-    """Whoever seals a layer and writes on is told, and nothing becomes visible."""
+@pytest.mark.expect_log("is corrupt and was dropped")
+@pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])
+async def test_wrong_bytes_in_place_are_a_miss(tmp_path: Path, tier: Tier) -> None:
+    """Whoever seals a layer and writes on is trusted; who loads the chunk looks, from whichever tier, and it is gone."""
+
+    def spoil() -> list[StoreStatus]:
+        with client_of(tmp_path) as client:
+            (reservation,) = client.store(new_chunks(chain_of(MIB, 1)))
+            assert reservation.payload is not None
+            reservation.payload[:] = bytes(len(reservation.payload))
+            for layer in range(MIB.num_layers):
+                reservation.seal(layer)
+            reservation.payload[100] = 1
+            return client.publish([reservation])
+
+    def load() -> None:
+        with client_of(tmp_path) as client:
+            load = client.load(chain_of(MIB, 1).chains)
+            assert load is not None
+            with load, pytest.raises((CorruptChunk, UnavailableError)):
+                load.layer(0, 0)
+
     async with trusted(tmp_path) as (store, table):
+        assert await in_thread(spoil) == [StoreStatus.STORED]
+        assert await store.flush()
+        if tier is Tier.RAM:
+            await in_thread(load)
+            await eventually(lambda: not table.chunks)
+    if tier is Tier.NVME:
+        async with trusted(tmp_path) as (store, table):
+            await in_thread(load)
+            assert not next(iter(store.catalog.tables.values())).chunks
 
-        def spoil() -> list[StoreStatus]:
-            with client_of(tmp_path) as client:
-                (reservation,) = client.store(new_chunks(chain_of(MIB, 1)))
-                assert reservation.payload is not None
-                reservation.payload[:] = bytes(len(reservation.payload))
-                for layer in range(MIB.num_layers):
-                    reservation.seal(layer)
-                reservation.payload[100] = 1
-                return client.publish([reservation])
 
-        assert await in_thread(spoil) == [StoreStatus.BAD]
-        assert not table.chunks
-        assert store.statistics().ram.used_bytes == 0
+async def test_whoever_has_time_takes_the_checksums(tmp_path: Path) -> None:
+    """A whole payload is sealed as it is copied if the daemon is busy with earlier ones; either way it is right."""
+    large = sized_namespace(3 << 20)
+    chain = chain_of(large, 2)
+
+    def check(client: Client) -> None:
+        load = client.load(chain.chains)
+        assert load is not None
+        with load:
+            for index, value in enumerate(chain.chains):
+                for layer in range(large.num_layers):
+                    assert bytes(load.layer(index, layer)) == layer_of(value, load.geometry(index), layer)
+
+    async with trusted(tmp_path, ram=32 << 20, nvme=32 << 20, window_bytes=16 << 20) as (store, _):
+        with Client(plain_mount(tmp_path), large, deadline_s=5.0) as client:
+            first, second = await in_thread(client.store, new_chunks(chain))
+            first.fill(memoryview(payload_of(chain.chains[0], first.geometry)))
+            assert first.finished().checksums == b""
+            publishing = client.publish_later([first])  # which the daemon cannot answer: this is its thread
+            second.fill(memoryview(payload_of(chain.chains[1], second.geometry)))
+            assert len(second.finished().checksums) == 8 * large.num_layers
+            assert await in_thread(client.publish, [second]) == [StoreStatus.STORED]
+            assert await in_thread(publishing.wait) == [StoreStatus.STORED]
+            await in_thread(check, client)
+            assert not client.statistics.failures
+        assert store.counters.stores_bad == 0
 
 
 async def test_a_trusted_client_has_a_budget(tmp_path: Path) -> None:
@@ -191,7 +236,7 @@ async def test_publishes_become_visible_in_order(tmp_path: Path) -> None:
     async with trusted(tmp_path, **room) as (store, _):
 
         def hand_over() -> None:
-            with Client(plain_mount(tmp_path), small, deadline_s=5.0) as client:
+            with Client(plain_mount(tmp_path), small, deadline_s=DEADLINE_S) as client:
                 reservations = client.store(new_chunks(chain_of(small, 900)))
                 for reservation in reservations:
                     assert reservation.payload is not None

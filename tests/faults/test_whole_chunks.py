@@ -21,9 +21,11 @@ from kvfs.mount.session import serve_sessions
 from kvfs.namespace import Namespace
 from kvfs.store import Store
 from kvfs.testing import (
+    DEADLINE_S,
     FaultySystem,
     chain_of,
     checksums_of,
+    eventually,
     new_chunks,
     open_table,
     payload_of,
@@ -51,7 +53,7 @@ async def running(
 
 
 def client_of(directory: Path, namespace: Namespace) -> Client:
-    return Client(plain_mount(directory), namespace, deadline_s=5.0)
+    return Client(plain_mount(directory), namespace, deadline_s=DEADLINE_S)
 
 
 async def in_thread(work: Callable[..., R], *arguments: Any) -> R:
@@ -215,9 +217,7 @@ async def test_room_that_nobody_waited_for_goes_with_the_session(tmp_path: Path)
                 assert client.match(chain_of(LONG, 1).chains).count == 0  # the daemon has seen the request before this
 
         await in_thread(ask_and_leave)
-        with trio.fail_after(10):
-            while store.statistics().ram.used_bytes:  # noqa: ASYNC110
-                await trio.sleep(0.002)
+        await eventually(lambda: not store.statistics().ram.used_bytes)
 
 
 @pytest.mark.expect_log("does not answer, going on without it")

@@ -204,10 +204,10 @@ def test_hostile_fields(field: str, filler: bytes) -> None:
     end = raw.index(b'"', start)
     damaged = raw[:start] + (filler * 2000)[: end - start] + raw[end:]
     assert damaged[: geo.header_bytes] != raw[: geo.header_bytes]
-    begin = time.monotonic()
+    begin = time.thread_time()
     with pytest.raises(CorruptChunk):
         c.parse_header(namespace, damaged)
-    assert time.monotonic() - begin < 0.5
+    assert time.thread_time() - begin < 0.5
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**31, 2**62, 2**64 - 1])

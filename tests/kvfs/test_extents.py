@@ -61,7 +61,7 @@ class Extents(RuleBasedStateMachine):
         assert self.extents.largest_free == max((length for _, length in self.free_runs()), default=0)
 
 
-Extents.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Extents.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestExtents = Extents.TestCase
 
 

@@ -18,6 +18,7 @@ from kvfs.store import Store
 from kvfs.testing import (
     FaultySystem,
     chain_of,
+    eventually,
     new_chunks,
     open_table,
     publish_chunk,
@@ -121,6 +122,27 @@ async def test_what_a_new_chunk_is_built_on_does_not_go_for_it(tmp_path: Path) -
             await store_chunk(store, table, new)
             assert await store.flush()
         assert stored(table, chain) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("holds", ["leases", "pins"])
+async def test_a_quota_that_is_lowered_under_holders_is_kept_to_when_they_let_go(tmp_path: Path, holds: str) -> None:
+    """At once, not with the next look at all limits a minute later."""
+    async with open_table(tmp_path, NS) as (store, table):
+        for seed in range(6):
+            await store_one(store, table, seed)
+        chunks = [*table.chunks.values()]
+        if holds == "leases":
+            store.lease_all(chunks)
+        else:
+            await store.limits.pin(chunks, FOREVER)
+        await store.limits.set_quota(table, 2 * LENGTH)
+        assert len(table.chunks) == 6
+        if holds == "leases":
+            store.release_all(chunks[:5])
+        else:
+            await store.limits.unpin(chunks[:5])
+        await eventually(lambda: table.stored_bytes <= 2 * LENGTH)
+        assert [chunk.is_removed for chunk in chunks] == [True] * 4 + [False] * 2
 
 
 async def test_what_is_held_does_not_go_for_a_quota(tmp_path: Path, mock_clock: trio.testing.MockClock) -> None:

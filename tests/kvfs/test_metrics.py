@@ -25,6 +25,13 @@ def test_events_are_json_lines() -> None:
     assert log.num_events == 2
 
 
+def test_an_event_may_name_a_path_that_is_no_text() -> None:
+    """Such as an error of the operating system does."""
+    log = EventLog(FaultySystem())
+    log.append("degraded", reason="no room at /data/\udcff")
+    assert json.loads(log.read(0, log.size))["reason"] == "no room at /data/\udcff"
+
+
 def test_reading_past_the_end() -> None:
     """Reads are cut at the end, and beyond it they are empty."""
     log = EventLog(FaultySystem())

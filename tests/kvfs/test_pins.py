@@ -254,7 +254,7 @@ async def test_pins_hold_three_quarters_at_most(tmp_path: Path) -> None:
         assert store.statistics().num_pinned == 1
         await store.limits.pin(chunks, FOREVER)
         assert store.statistics().num_pinned == 5
-        assert b'"event": "pin_refused"' in store.events.read(0, 1 << 20)
+        assert b'"event":"pin_refused"' in store.events.read(0, 1 << 20)
 
 
 async def test_a_removal_takes_what_is_pinned(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ async def test_a_pin_ends_in_time(tmp_path: Path, mock_clock: trio.testing.MockC
         system.now_ns += 48 * HOUR
         assert store.limits.end_of_pin(head) is None
         assert await pinned_after(61) == 0
-        assert store.events.read(0, 1 << 20).count(b'"event": "unpin"') == 3
+        assert store.events.read(0, 1 << 20).count(b'"event":"unpin"') == 3
 
 
 @pytest.mark.expect_log("writing to NVMe")

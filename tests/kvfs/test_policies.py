@@ -113,7 +113,7 @@ class Order(RuleBasedStateMachine):
         assert len(self.policy) == len(self.order)
 
 
-Order.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+Order.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestOrder = Order.TestCase
 
 

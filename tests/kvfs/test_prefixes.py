@@ -432,7 +432,7 @@ class Prefixes(RuleBasedStateMachine):
                     assert chunk.key not in heads
 
 
-Prefixes.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+Prefixes.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestPrefixes = Prefixes.TestCase
 
 
@@ -448,7 +448,7 @@ def arrivals(draw: st.DrawFn) -> tuple[dict[str, str], list[str]]:
 
 
 @given(arrivals(), st.sets(st.integers(0, 29)))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250)
 def test_any_order_of_arrival_gives_the_same_prefixes(
     arrival: tuple[dict[str, str], list[str]], made: set[int]
 ) -> None:

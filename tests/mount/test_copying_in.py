@@ -21,8 +21,9 @@ from kvfs.mount.copying_in import MAX_AGE_S, CopyingIn
 from kvfs.mount.errnos import Refused
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations
+from kvfs.mount.nodes import Fixed, Node
 from kvfs.mount.staged_names import FRESH_S, MAX_DRAFTS, QUIET_S, StagedFile
-from kvfs.mount.tree import Fixed, Node, Tree
+from kvfs.mount.tree import MAX_GONE, Tree
 from kvfs.namespace import Namespace
 from kvfs.opening import open_store
 from kvfs.store import Store
@@ -439,3 +440,106 @@ async def test_an_empty_prefix_directory_is_forgotten(mount: Mount, table: Chunk
     mount.clock.now_s += MAX_AGE_S + 1
     await mount.copying.expire()
     assert mount.dropped == [(prefixes.inode, b"1" * 32)]
+
+
+async def test_the_place_of_a_chunk_is_known_from_its_first_bytes(mount: Mount, table: ChunkTable) -> None:
+    """So that making room for the rest spares what it is built on; less than a header says nothing."""
+    key, raw = chunk_file(mount.namespace, "abc")
+    file = mount.copying.create(mount.at(f"{table.directory}/chunks"), file_name(key).encode())
+    await mount.copying.write(file, 0, raw[:100])
+    assert file.staged.position is None
+    await mount.copying.write(file, 0, raw[:5000])
+    assert file.staged.position == 2
+    mount.copying.release(file)
+
+
+async def test_names_of_drafts_that_were_given_up_cost_nothing(mount: Mount) -> None:
+    """Made and removed thousands of times; who stands in one of the last sees it as it is, empty and without a name."""
+    inodes = []
+    for number in range(3000):
+        name = f"{mount.namespace.directory[:-12]}{number:012x}".encode()
+        inodes.append(mount.copying.make_directory(mount.tree.root, name).inode)
+        assert mount.copying.remove_directory(mount.tree.root, name)
+    assert len(mount.tree._tables) == 1
+    assert len(mount.tree._fixed) <= MAX_GONE + 100
+    last = mount.tree.fixed(inodes[-1])
+    assert last is not None
+    assert mount.tree.attributes(last).links == 0
+    assert mount.tree.fixed(inodes[0]) is None
+
+
+async def test_names_of_removed_namespaces_cost_nothing(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfs.mount.tree.MAX_GONE", 8)
+    before = len(mount.tree._fixed)
+    for _ in range(10):
+        table = mount.store.attach(mount.namespace)
+        mount.at(table.directory)
+        assert mount.tree.remove_directory(mount.tree.root, table.directory.encode()) is table
+        mount.store.remove_namespace(table)
+    assert len(mount.tree._fixed) <= before + 8
+
+
+async def test_empty_prefixes_that_people_make_are_bounded(
+    mount: Mount, table: ChunkTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that got a chunk, or are gone, do not count."""
+    monkeypatch.setattr("kvfs.mount.copying_in.MAX_EMPTY_DIRECTORIES", 2)
+    prefixes = f"{table.directory}/prefixes"
+    keys = [chunk_file(mount.namespace, letter) for letter in "abcd"]
+    made = [mount.copying.make_directory(mount.at(prefixes), key.hex().encode()) for key, _ in keys[:2]]
+    with pytest.raises(CapacityError):
+        mount.copying.make_directory(mount.at(prefixes), keys[2][0].hex().encode())
+    key, raw = keys[0]
+    await mount.write(f"{prefixes}/{key.hex()}", file_name(key), raw)
+    made.append(mount.copying.make_directory(mount.at(prefixes), keys[2][0].hex().encode()))
+    with pytest.raises(CapacityError):
+        mount.copying.make_directory(mount.at(prefixes), keys[3][0].hex().encode())
+    mount.tree.remove_directory(mount.at(prefixes), keys[2][0].hex().encode())
+    mount.copying.make_directory(mount.at(prefixes), keys[3][0].hex().encode())
+
+
+async def test_a_file_that_is_written_anew_while_namespace_json_comes(mount: Mount) -> None:
+    """It is proven when it is closed, as all that comes later; one that is closed empty leaves nothing."""
+    top = mount.make_draft()
+    (key, raw), (other, other_raw) = chunk_file(mount.namespace, "a"), chunk_file(mount.namespace, "b")
+    await mount.write(f"{top}/chunks", file_name(key), raw)
+    await mount.write(f"{top}/chunks", file_name(other), other_raw)
+    opened = [mount.copying.open(mount.at(f"{top}/chunks/{file_name(each)}")) for each in (key, other)]
+    for file in opened:
+        await mount.copying.truncate(file, 0)
+    await mount.copying.write(opened[0], 0, raw[:5000])
+    await mount.write(top, "namespace.json", namespaces.encode(mount.namespace))
+    table = mount.store.catalog.tables[top]
+    assert not table.chunks
+    await mount.copying.write(opened[0], 5000, raw[5000:])
+    for file in opened:
+        await mount.copying.flush(file)
+        mount.copying.release(file)
+    assert set(table.chunks) == {key}
+    assert mount.store.statistics().num_staging == 0
+    assert not mount.tree.staged.files
+    assert mount.store.counters.copies_refused == 0
+
+
+async def test_two_names_of_a_file_that_waits(mount: Mount) -> None:
+    """Either can be moved and removed; neither gets another name, which the other would lose its file by."""
+    top = mount.make_draft()
+    key, raw = chunk_file(mount.namespace, "a")
+    name = file_name(key).encode()
+    await mount.write(f"{top}/chunks", file_name(key), raw)
+    chunks, prefixes = mount.at(f"{top}/chunks"), mount.at(f"{top}/prefixes")
+    first, second = (mount.copying.make_directory(prefixes, digit * 32) for digit in (b"1", b"2"))
+    file = mount.at(f"{top}/chunks/{file_name(key)}")
+    assert mount.copying.link(file, first, name) is file
+    assert await refused(mount.copying.rename(chunks, name, chunks, b".x", 0)) == errno.EPERM
+    await mount.copying.rename(chunks, name, first, name, 0)  # two names of one file: nothing happens
+    assert mount.tree.lookup(chunks, name) is mount.tree.lookup(first, name) is file
+    await mount.copying.rename(first, name, second, name, 0)
+    assert mount.tree.lookup(first, name) is None
+    assert mount.tree.lookup(chunks, name) is mount.tree.lookup(second, name) is file
+    mount.copying.unlink(second, name)
+    await mount.copying.rename(chunks, name, chunks, b".x", 0)
+    assert mount.tree.lookup(chunks, b".x") is file
+    await mount.copying.rename(chunks, b".x", chunks, name, 0)
+    await mount.write(top, "namespace.json", namespaces.encode(mount.namespace))
+    assert set(mount.store.catalog.tables[top].chunks) == {key}

@@ -10,6 +10,7 @@ import trio.testing
 
 from kvfs.mount import invalidation
 from kvfs.mount.invalidation import Invalidations
+from kvfs.testing import DEADLINE_S
 
 
 async def test_names_are_dropped_in_order_from_another_thread(nursery: trio.Nursery) -> None:
@@ -35,7 +36,7 @@ async def test_names_are_dropped_in_order_from_another_thread(nursery: trio.Nurs
     await trio.testing.wait_all_tasks_blocked()
     for number in range(500, 1000):
         names.put((number, b"%d" % number))
-    with trio.fail_after(20):
+    with trio.fail_after(DEADLINE_S):
         await done.wait()
     assert dropped == [(number, b"%d" % number) for number in range(1000)]
     assert threading.get_ident() not in threads

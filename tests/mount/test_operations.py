@@ -303,3 +303,23 @@ async def test_control_files_are_as_they_were_when_they_were_opened(
         assert await operations.readlink((await walk(operations, ".kvfs", "session")).st_ino, CONTEXT) == (
             b"/run/x/session.sock"
         )
+
+
+async def test_the_kernel_keeps_the_pages_of_a_chunk(tmp_path: Path, namespace: Namespace) -> None:
+    """From its second open on: before the first it may have had other bytes, and dropping pages makes an open slow."""
+    async with open_store(settings(tmp_path)) as store, trio.open_nursery() as nursery:
+        operations = operations_on(store, nursery)
+        [chunk] = await publish(store, namespace)
+        operations.inodes.remember(chunk)
+        inode = pyfuse3.InodeT(chunk.inode)
+        kept = []
+        for _ in range(3):
+            opened = await operations.open(inode, pyfuse3.FlagT(os.O_RDONLY), CONTEXT)
+            kept.append(opened.keep_cache)
+            await operations.release(opened.fh)
+        assert kept == [False, True, True]
+        await operations.forget([(inode, 1)])
+        operations.inodes.remember(chunk)
+        opened = await operations.open(inode, pyfuse3.FlagT(os.O_RDONLY), CONTEXT)
+        assert not opened.keep_cache
+        await operations.release(opened.fh)

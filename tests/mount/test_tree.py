@@ -10,7 +10,8 @@ import pytest
 
 from kvfs.catalog import Catalog, Chunk, ChunkTable
 from kvfs.mount.errnos import Refused
-from kvfs.mount.tree import FIRST_TABLE_INODE, Fixed, Node, Role, Tree, is_directory
+from kvfs.mount.nodes import Fixed, Node, Role, is_directory
+from kvfs.mount.tree import FIRST_TABLE_INODE, Tree
 from kvfs.namespace import Namespace
 from kvfs.testing import tiny_namespace
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from kvfs.keys import KeyChain, key_of, root
 from kvfs.messages import StoreStatus
 from kvfs.mount import mountpoint
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
+from kvfs.testing import DEADLINE_S
 
 KVFS = str(Path(sys.executable).parent / "kvfs")
-DEADLINE_S = 20.0
 
 NAMESPACE = Namespace(
     identity=Identity(
@@ -52,7 +51,7 @@ class Mount:
         return self.pid()
 
     def pid(self) -> int:
-        return int(self.json("status")["pid"])
+        return int(json.loads((self.path / ".kvfs" / "status.json").read_bytes())["pid"])
 
     def json(self, command: str, *arguments: str) -> Any:
         result = kvfs(command, self.path, *arguments, "--json")
@@ -62,13 +61,6 @@ class Mount:
     @property
     def is_mounted(self) -> bool:
         return mountpoint.mount_at(str(self.path)) is not None
-
-
-def wait_for(what: str, is_so: Any) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -91,7 +83,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 def store(path: Path, tokens: list[int], namespace: Namespace = NAMESPACE, *, first: int = 0) -> list[str]:
     """Store the full chunks of a sequence, from the `first` on; their keys."""
     chain = KeyChain(root(namespace.identity.fingerprint()), 16, tokens)
-    with Client(path, namespace, deadline_s=5.0) as client:
+    with Client(path, namespace, deadline_s=DEADLINE_S) as client:
         chunks = [
             new_chunk(value, chain.parent_of(position), position, 16) for position, value in enumerate(chain.chains)
         ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvfs import config
+from kvfs.tools import commands
 
 KVFS = str(Path(sys.executable).parent / "kvfs")
 
@@ -43,7 +44,7 @@ def test_help_names_the_commands() -> None:
     assert all(f" {command} " in result.stdout for command in ("mount", "umount", "status", "ls", "rm", "verify"))
 
 
-@pytest.mark.parametrize("background", [[], ["--background"]])
+@pytest.mark.parametrize("background", [[], pytest.param(["--background"], marks=pytest.mark.heavy)])
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -101,7 +102,7 @@ def test_help_shows_every_setting_and_its_default() -> None:
     assert all(f"({default})" in text for default in ("64MiB", "4", "auto", "info", "isolated", "no-allow-other"))
 
 
-@pytest.mark.parametrize("background", [[], ["--background"]])
+@pytest.mark.parametrize("background", [[], pytest.param(["--background"], marks=pytest.mark.heavy)])
 @pytest.mark.parametrize(
     ("place", "said"),
     [
@@ -212,3 +213,24 @@ def test_nothing_is_written_where_others_could_put_something_else(tmp_path: Path
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(f"kvfs: other users can change {run}")
     assert list(run.iterdir()) == []
+
+
+EMPTY = [
+    *(["rm", *rest] for rest in (["/m", "", "--all"], ["/m", "x", ""], ["", "--all"], ["/m", "--namespace", ""])),
+    ["rm", "/m", "--older-than", ""], ["ls", "/m", ""], ["ls", ""], ["tree", "/m", ""], ["stat", "/m", "x", ""],
+    ["pin", "/m", "", "--for=2h"], ["unpin", "/m", ""], ["quota", "/m", "", "5GiB"], ["quota", "/m", "x", ""],
+    ["verify", ""], ["verify", "/m", ""], ["export", "/m", "", "/x"], ["export", "/m", "x", ""], ["import", "/m", ""],
+    ["mount", ""], ["umount", ""], ["status", ""], ["config", ""], ["format", "", "1GiB"], ["fsck", ""],
+    ["destroy", "", "--yes"], ["bench", "--dir", ""], ["simulate", "", "--ram", "5%"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", EMPTY, ids=" ".join)
+def test_an_empty_argument_means_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """And never everything: a variable that is not set ends each command before it looks at anything."""
+    assert commands.run(arguments) == commands.EXIT_USAGE
+    assert capsys.readouterr().err == "kvfs: an argument is empty: was a variable meant that is not set?\n"
+
+
+def test_no_command_is_without_that_check() -> None:
+    assert set(commands.COMMANDS) == {arguments[0] for arguments in EMPTY}

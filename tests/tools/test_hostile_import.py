@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import DEADLINE_S, KVFS, NAMESPACE, Mount, kvfs, store
+from kvfs.testing import DEADLINE_S
+from kvfs.tools.copying import MAX_NAMED, MAX_PATH, Copied
+
+from .conftest import KVFS, NAMESPACE, Mount, kvfs, store
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 NAME = NAMESPACE.directory
@@ -27,7 +30,7 @@ TITLE = "\x1b]0;owned\x07"
 def target(mount: Mount) -> Iterator[Mount]:
     mount.start()
     yield mount
-    assert kvfs("umount", mount.path, timeout_s=60).returncode == 0
+    assert kvfs("umount", mount.path).returncode == 0
 
 
 def archive(path: Path, members: dict[str, bytes], **headers: str) -> Path:
@@ -45,6 +48,19 @@ def ends(result: subprocess.CompletedProcess[str], code: int, sentence: str) -> 
     assert sentence in result.stderr
     assert "Traceback" not in result.stderr
     assert not any(ord(letter) < 32 and letter != "\n" for letter in result.stdout + result.stderr)
+
+
+def test_what_was_refused_before_an_error_is_told_of(target: Mount, tmp_path: Path) -> None:
+    """An archive that is cut, after a member that is no chunk: both are said, and how much came before."""
+    path = archive(tmp_path / "x.tar", {f"{NAME}/namespace.json": b"{}", CHUNK: bytes(20_000)})
+    path.write_bytes(path.read_bytes()[:6000])
+    result = kvfs("import", target.path, path)
+    ends(result, 2, "in the middle of a file")
+    first, second, count, last = result.stderr.splitlines()
+    assert first.startswith(f"{NAME}/namespace.json  ")
+    assert second == f"{CHUNK}  no namespace.json of {NAME} came before it"
+    assert count == "kvfs: imported 0 chunks, 0 B; 2 refused, before this:"
+    assert "is no archive, or not whole" in last
 
 
 def test_archives_that_lie(target: Mount, tmp_path: Path) -> None:
@@ -136,3 +152,14 @@ def test_ctrl_c_in_a_member_without_end(target: Mount, tmp_path: Path) -> None:
         process.stdin.flush()
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 130
+
+
+def test_of_millions_of_refused_files_the_first_are_named() -> None:
+    """An archive can name as many as it likes, in names as long as it likes; they cost no memory."""
+    done = Copied()
+    for number in range(5000):
+        done.refuse(f"{number}" + "x" * 5000, "it is too large")
+    assert done.num_refused == 5000
+    assert len(done.refused) == MAX_NAMED
+    assert done.sentence("imported").endswith("; 5,000 refused")
+    assert all(len(refused.path) == MAX_PATH for refused in done.refused)

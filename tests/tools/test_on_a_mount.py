@@ -10,24 +10,16 @@ import signal
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import pytest
 
 from kvfs import config
+from kvfs.testing import DEADLINE_S, wait_until
+from kvfs.testing.processes import is_alive
 
-from .conftest import DEADLINE_S, KVFS, NAMESPACE, Mount, kvfs, store, wait_for
+from .conftest import KVFS, NAMESPACE, Mount, kvfs, store
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process has not ended; it may still wait to be reaped by init."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 def kill(pid: int) -> None:
@@ -65,7 +57,7 @@ def test_a_life(mount: Mount) -> None:
     assert len(chunks) == 3
     assert {chunk["name"] for chunk in mount.json("ls", "tiny", "--chunks")} == set(keys + branch)
     shown = kvfs("ls", mount.path, "tiny").stdout
-    assert all(word in shown for word in ("prefix", "tokens", f"{keys[0][:8]}* ", "ram", "KiB", "s ago"))
+    assert all(word in shown for word in ("prefix", "tokens", f"{keys[0][:8]}* ", "ram", "KiB", " ago"))
     assert "5 chunks in 1 namespace" in kvfs("status", mount.path).stdout
 
     result = kvfs("umount", mount.path)
@@ -231,7 +223,7 @@ def test_a_forced_unmount_leaves_open_files(mount: Mount) -> None:
         assert kvfs("umount", mount.path, "--force").returncode == 0
         assert not mount.is_mounted
         assert file.read().startswith("This is kvfs")
-    wait_for("the daemon ends when the last file is closed", lambda: not is_alive(pid))
+    wait_until(lambda: not is_alive(pid), "the daemon ends when the last file is closed")
 
 
 def test_a_stopped_daemon_is_told_of(mount: Mount) -> None:
@@ -250,10 +242,17 @@ def test_a_stopped_daemon_is_told_of(mount: Mount) -> None:
         assert not mount.is_mounted
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_for("the daemon ends when its mount is gone", lambda: not is_alive(pid))
+    wait_until(lambda: not is_alive(pid), "the daemon ends when its mount is gone")
 
 
-@pytest.mark.parametrize("command", ["status", "ls", "umount", "verify", "config", "mount"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "umount",
+        "mount",
+        *(pytest.param(name, marks=pytest.mark.heavy) for name in ("status", "ls", "verify", "config")),
+    ],
+)
 def test_a_link_into_a_stopped_mount_hangs_nobody(mount: Mount, command: str) -> None:
     """Whatever leads below it: nothing in it is looked at to find out where a path leads."""
     pid = mount.start()
@@ -305,3 +304,23 @@ def test_a_signal_ends_a_foreground_mount(mount: Mount, number: signal.Signals) 
         assert process.wait(DEADLINE_S) == 0
         assert process.stderr.read() == ""
     assert not mount.is_mounted
+
+
+def test_what_is_being_copied_in_is_told_of(mount: Mount) -> None:
+    """Nobody lists it, so status, ls and stat say how much it is and where."""
+    mount.start()
+    store(mount.path, list(range(16)))
+    top = mount.path / NAMESPACE.directory
+    (top / "chunks" / ".one").write_bytes(b"x" * 5000)
+    (top / "chunks" / ".two").write_bytes(b"x" * 100)
+    [namespace] = mount.json("ls")
+    [stat] = mount.json("stat", "tiny")
+    status = mount.json("status")
+    assert namespace["staging_files"] == stat["staging_files"] == status["num_staging"] == 2
+    assert namespace["staging_bytes"] == stat["staging_bytes"] == status["staging_bytes"] == 8192 + 4096
+    assert "2 files, 12.0 KiB" in kvfs("ls", mount.path).stdout
+    assert "2 files, 12.0 KiB, being copied in" in " ".join(kvfs("status", mount.path).stdout.replace("│", " ").split())
+    assert "user.kvfs.staging_bytes" not in os.listxattr(top)
+    (top / "chunks" / ".one").unlink()
+    (top / "chunks" / ".two").unlink()
+    assert mount.json("ls")[0]["staging_files"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,16 @@ def test_prefixes_and_namespaces(mount: Mount) -> None:
     status = mount.json("status")
     assert (status["num_pinned"], status["held_bytes"]) == (2, 3 * 8192)
     assert "2 pinned" in kvfs("status", mount.path).stdout
+    pins = {chunk["name"]: chunk.get("pinned_until") for chunk in mount.json("ls", "tiny", "--chunks")}
+    assert [pins[key] for key in branch] == [None, "forever", "forever"]
+    assert kvfs("ls", mount.path, "tiny", "--chunks").stdout.count("forever") == 2
 
     done = mount.json("pin", "tiny", "--for=2h")
     assert (done["chunks"], done["namespace"], done["interrupted"]) == (8, NAMESPACE.directory, False)
     assert all(7000 < int(pin.removesuffix("s")) <= 7200 for pin in pinned(mount, [*keys, *branch, *other]))
+    ends = [chunk["pinned_until"] for chunk in mount.json("ls", "tiny", "--chunks")]
+    assert all(7000e9 < end - time.time_ns() <= 7201e9 for end in ends)
+    assert "1 h more" in kvfs("ls", mount.path, "tiny", "--chunks").stdout
     assert mount.json("unpin", "tiny", keys[0], path)["chunks"] == 6
     assert [pin != "" for pin in pinned(mount, [*keys, *other])] == [False] * 4 + [True] * 2
     assert mount.json("unpin", "tiny", "--dry-run")["chunks"] == 2

@@ -18,11 +18,15 @@ from kvfs.client import Client
 from kvfs.durations import parse_duration
 from kvfs.errors import UsageError
 from kvfs.keys import KeyChain, root
+from kvfs.testing import DEADLINE_S, wait_until
 from kvfs.tools import removing, rm
 
-from .conftest import DEADLINE_S, KVFS, NAMESPACE, Mount, kvfs, store, wait_for
+from .conftest import KVFS, NAMESPACE, Mount, kvfs, store
 
-pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse"),
+]
 
 OTHER = msgspec.structs.replace(
     NAMESPACE, identity=msgspec.structs.replace(NAMESPACE.identity, model="tests/other", revision="2")
@@ -189,13 +193,13 @@ def test_a_namespace_and_its_directory(mount: Mount) -> None:
     mount.start()
     store(mount.path, list(range(48)))
     store(mount.path, list(range(32)), OTHER)
-    wait_for("the sessions end", lambda: mount.json("status")["num_sessions"] == 0)
-    with Client(mount.path, NAMESPACE, deadline_s=5.0) as client:
+    wait_until(lambda: mount.json("status")["num_sessions"] == 0, "the sessions end")
+    with Client(mount.path, NAMESPACE, deadline_s=DEADLINE_S) as client:
         client.match([bytes(32)])  # type: ignore[list-item]
         result = kvfs("rm", mount.path, "--namespace=tiny")
         assert (result.returncode, result.stdout) == (1, "kvfs: removed 3 chunks, 24.0 KiB\n")
         assert result.stderr == f"kvfs: the namespace {NAMESPACE.directory} was emptied and stays: an engine uses it\n"
-    wait_for("the session ends", lambda: mount.json("status")["num_sessions"] == 0)
+    wait_until(lambda: mount.json("status")["num_sessions"] == 0, "the session ends")
     dry = mount.json("rm", "--namespace=tiny", "--dry-run")
     assert (dry["chunks"], dry["removed_namespaces"]) == (0, [NAMESPACE.directory])
     result = kvfs("rm", mount.path, "--namespace=tiny")
@@ -214,7 +218,7 @@ def test_a_chunk_is_as_young_as_what_was_built_on_it(mount: Mount) -> None:
     branch = store(mount.path, branch_tokens)
     then_ns = time.time_ns()
     chain = KeyChain(root(NAMESPACE.identity.fingerprint()), 16, branch_tokens)
-    with Client(mount.path, NAMESPACE, deadline_s=5.0) as client, client.load(chain.chains[2:]) as load:
+    with Client(mount.path, NAMESPACE, deadline_s=DEADLINE_S) as client, client.load(chain.chains[2:]) as load:
         load.wait(NAMESPACE.num_layers)
 
     path = str(mount.path)
@@ -287,7 +291,7 @@ def test_an_interrupt_ends_it_in_order(mount: Mount) -> None:
     command = [KVFS, "rm", str(mount.path), "tiny", "--all", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         status = mount.path / ".kvfs/status.json"
-        wait_for("it has begun", lambda: json.loads(status.read_text())["num_chunks"] < len(keys))
+        wait_until(lambda: json.loads(status.read_text())["num_chunks"] < len(keys), "it has begun")
         process.send_signal(signal.SIGINT)
         told, complaints = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, complaints) == (130, "")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import os
+import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 
+from kvfs.config import Settings
 from kvfs.errors import ConfigError, UnavailableError, UsageError
 from kvfs.tools import background, listing, ls, mounted, open_files, status
 from kvfs.tools.mount import _sole_error
@@ -40,12 +44,12 @@ def test_a_mount_that_does_not_answer() -> None:
     never.set()
 
     def slow(beat: mounted.Beat) -> str:
-        until = time.monotonic() + 0.3
+        until = time.monotonic() + 1.5
         while time.monotonic() < until:
             beat()
         return "done"
 
-    assert mounted.ask("/m", slow, deadline_s=0.2) == "done"
+    assert mounted.ask("/m", slow, deadline_s=1.0) == "done"
 
 
 @pytest.mark.parametrize(
@@ -197,3 +201,24 @@ def test_a_log_is_not_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write the log"):
         background._open_log(str(tmp_path / "log"))
     assert not (tmp_path / "target").exists()
+
+
+def test_a_column_that_is_empty_is_left_out() -> None:
+    """What is being copied in is shown where there is something."""
+    entries = [listing.Entry("a"), listing.Entry("b", staging_files=2, staging_bytes=3 << 20)]
+    heading, first, second = ls.table("namespace", entries, SECOND_NS, width=None)
+    assert heading.endswith("copied in")
+    assert first.endswith("–")
+    assert second.endswith("2 files, 3.0 MiB")
+    assert "copied in" not in ls.table("namespace", entries[:1], SECOND_NS, width=None)[0]
+
+
+def test_the_sentence_of_a_daemon_is_made_fit_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may name files of others."""
+    read_fd, write_fd = os.pipe()
+    os.write(write_fd, b"cannot open \x1b]0;owned\x07\xff")
+    os.close(write_fd)
+    with subprocess.Popen(["true"]) as process, pytest.raises(typer.Exit):
+        background._await_ready(process, read_fd, Settings(mountpoint="/m", ram_bytes=1 << 20))
+    os.close(read_fd)
+    assert capsys.readouterr().err == "kvfs: cannot open \\x1b]0;owned\\x07\ufffd\n"

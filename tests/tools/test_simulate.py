@@ -20,13 +20,12 @@ import pytest
 from kvfs.chunk import geometry
 from kvfs.errors import UsageError
 from kvfs.policies.named import BLIND_TO_USES, NAMES, maker
+from kvfs.testing import wait_until
 from kvfs.tools.simulate import optimum
 from kvfs.tools.simulate.replay import Replay, Tally, ends, namespace_of
 from kvfs.tools.simulate.report import Machine, result
 from kvfs.tools.simulate.sizes import bytes_per_token, tier_bytes
 from kvfs.tools.simulate.traces import Reading, Request, Trace, read
-
-from .conftest import wait_for
 
 BYTES_PER_TOKEN = 8
 CHUNK_BYTES = geometry(namespace_of(0, 16, BYTES_PER_TOKEN), 16).file_bytes
@@ -424,7 +423,7 @@ def test_ctrl_c_shows_what_there_is(mooncake: Path, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     with process:
-        wait_for("the policy to hang", (tmp_path / "is-at-50").exists)
+        wait_until((tmp_path / "is-at-50").exists, "the policy hangs")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err

@@ -13,6 +13,8 @@ from kvfs.tools.tree import branches
 
 from .conftest import NAMESPACE, Mount, kvfs, store
 
+pytestmark = pytest.mark.heavy
+
 needs_fuse = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 
 

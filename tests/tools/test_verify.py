@@ -14,10 +14,12 @@ from xxhash import xxh3_64_intdigest
 from kvfs.chunk import Facts, build_header, file_name, geometry
 from kvfs.errors import CorruptChunk
 from kvfs.keys import KeyChain, key_of, root
+from kvfs.testing import DEADLINE_S, wait_until
+from kvfs.testing.processes import open_files
 from kvfs.tools import verify
 from kvfs.tools.progress import Track
 
-from .conftest import DEADLINE_S, KVFS, NAMESPACE, Mount, kvfs, store, wait_for
+from .conftest import KVFS, NAMESPACE, Mount, kvfs, store
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 
@@ -127,18 +129,35 @@ def test_what_goes_meanwhile_is_counted_apart(mount: Mount) -> None:
     assert kvfs("umount", mount.path).returncode == 0
 
 
+def test_what_an_interrupt_leaves_half_read_is_not_counted(mount: Mount) -> None:
+    """Nor is it called bad."""
+    mount.start()
+    store(mount.path, list(range(48)))
+    path = str(mount.path)
+    found, stopping, steps = verify.Findings(), threading.Event(), []
+
+    def advance(num_bytes: int) -> None:
+        steps.append(num_bytes)
+        if len(steps) == 2:
+            stopping.set()
+
+    verify._verify(path, verify._list(path, None, lambda: None), found, Track(lambda: None, stopping, advance))
+    assert (found, len(steps)) == (verify.Findings(chunks=1, bytes=8192), 2)
+    assert kvfs("umount", mount.path).returncode == 0
+
+
 def test_an_interrupt_says_how_far_it_came(mount: Mount) -> None:
-    """A chunk that was half read is not counted, and not called bad."""
+    """What it had done until then is said; the exit code is that of Ctrl-C."""
     mount.start()
     store(mount.path, list(range(16 * 1000)))
     command = [KVFS, "verify", str(mount.path), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        links = Path(f"/proc/{process.pid}/fd")
 
         def is_reading() -> bool:
-            return any(os.path.realpath(link).endswith(".safetensors") for link in links.iterdir())
+            assert process.poll() is None, "it has ended"
+            return any(target.endswith(".safetensors") for _, target in open_files(process.pid))
 
-        wait_for("it reads", is_reading)
+        wait_until(is_reading, "it reads")
         process.send_signal(signal.SIGINT)
         told, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130

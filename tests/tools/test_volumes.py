@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from kvfs.errors import UsageError
+from kvfs.testing import DEADLINE_S
 from kvfs.tools import destroy
 
-from .conftest import DEADLINE_S, KVFS, Mount, kvfs, store
+from .conftest import KVFS, Mount, kvfs, store
+
+pytestmark = pytest.mark.heavy
 
 needs_fuse = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 

@@ -39,6 +39,7 @@ _SHAPES = ((rig.Shape(32 << 20, 32), 1), (rig.Shape(1 << 20, 16), 8))
 
 
 def bench(
+    context: typer.Context,
     directory: Annotated[
         Path, typer.Option("--dir", help="Directory on the device to measure; emptied of our files afterwards.")
     ] = Path(),
@@ -54,6 +55,11 @@ def bench(
     ratio is speed ÷ limit for GB/s (1 is the most there can be) and time ÷ limit for ms (1 is the least). A bar is no
     limit of the hardware but what we ask of ourselves.
     """
+    if context.invoked_subcommand is not None:
+        sources = [context.get_parameter_source(name) for name in context.params]
+        if any(source is not None and source.name == "COMMANDLINE" for source in sources):
+            raise UsageError(f"options of `kvfs bench {context.invoked_subcommand}` stand behind its name")
+        return
     if access not in ("trusted", "isolated"):
         raise UsageError(f"--access is trusted or isolated, not {access!r}")
     free = os.statvfs(directory)

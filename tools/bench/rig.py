@@ -166,7 +166,7 @@ class Daemon:
 @contextlib.contextmanager
 def scratch(directory: Path | None) -> Iterator[Path]:
     """An empty directory that is gone afterwards."""
-    path = Path(tempfile.mkdtemp(prefix="kvfs-bench-", dir=directory))
+    path = Path(tempfile.mkdtemp(prefix="kvfs-bench-", dir=directory)).resolve()
     try:
         yield path
     finally:

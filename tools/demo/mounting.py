@@ -29,18 +29,23 @@ _MOUNTPOINT = "mnt"
 class Mount:
     """A kvfs mount with a volume beside it. Attributes: path: where it is mounted; log: the daemon's."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, ram: str = RAM, nvme: str | None = NVME) -> None:
+        """The sizes are as `kvfs mount` takes them; without `nvme` there is no volume."""
         self.path = directory / _MOUNTPOINT
         self.log = directory / "daemon.log"
         self._volume = directory / "volume"
+        self._ram = ram
+        self._nvme = nvme
         self._pid: int | None = None
 
     def start(self) -> None:
         """Mount; raises KvfsError with the command's own sentence."""
-        self._volume.mkdir(exist_ok=True)
+        volume = []
+        if self._nvme is not None:
+            self._volume.mkdir(exist_ok=True)
+            volume = ["--nvme", f"{self._volume}:{self._nvme}"]
         said = _run(
-            "mount", str(self.path), "--ram", RAM, "--nvme", f"{self._volume}:{NVME}", "--log-file", str(self.log),
-            "--background",
+            "mount", str(self.path), "--ram", self._ram, *volume, "--log-file", str(self.log), "--background"
         )  # fmt: skip
         found = _PROCESS.search(said)
         self._pid = int(found[1]) if found else None

@@ -1,22 +1,18 @@
 """One process of the demo: load the model, warm up, run the prompt, report.
 
-    python -m kvfs.tools.demo.worker KIND MOUNT MODEL_DIRECTORY
-
-Prints one JSON line for each stage and, as the last line, an `Answer`. KIND is the name of the run; `warm` also runs
-`in_memory`, turn by turn with itself: the stock `generate()` of transformers with the cache of this very prompt still
-in memory, cut so that one token is computed. That is what a prefix cache can hope for.
+The kind of a process is the name of its run; `warm` also runs `in_memory`, turn by turn with itself: the stock
+`generate()` of transformers with the cache of this very prompt still in memory, cut so that one token is computed. That
+is what a prefix cache can hope for.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
@@ -27,7 +23,7 @@ from kvfs.engine_adapters.transformers_cache import PrefixCache
 from kvfs.engine_adapters.transformers_calls import CACHE_ARGUMENT
 from kvfs.tools.demo import prompt as prompts
 from kvfs.tools.demo.model import NAME
-from kvfs.tools.demo.runs import NEW_TOKENS, REPETITIONS, Answer, Run, Stage, digest
+from kvfs.tools.demo.runs import NEW_TOKENS, REPETITIONS, Answer, Run, digest
 
 
 class FirstToken(BaseStreamer):
@@ -51,7 +47,7 @@ class FirstToken(BaseStreamer):
 class Worker:
     """The loaded model with its cache, and the prompt."""
 
-    def __init__(self, mount: str, model_directory: str) -> None:
+    def __init__(self, mount: str, model_directory: str, say: Callable[[str], None]) -> None:
         say("loading the model")
         self.tokenizer = AutoTokenizer.from_pretrained(model_directory)
         self.model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
@@ -76,7 +72,6 @@ class Worker:
 
     def warm_up(self) -> None:
         """Answer an unrelated prompt in the way that is measured afterwards."""
-        say("warming up with an unrelated prompt")
         self.generate(self.cache.generate, prompts.build_warm_up(self.tokenizer))
 
     def run_through_cache(self, kind: str) -> tuple[Run, Any]:
@@ -104,13 +99,17 @@ class Worker:
         return Run(kind, ttft_ms, len(self.tokens), reused, tier, digest(new))
 
 
-def work(kind: str, mount: str, model_directory: str) -> Answer:
-    """Do the runs of one process."""
-    worker = Worker(mount, model_directory)
+def run(kind: str, mount: str, model_directory: str, say: Callable[[str], None]) -> Answer:
+    """Do the runs of one process; `say` is told what is being done."""
+    logging.basicConfig(level=logging.WARNING)
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_grad_enabled(False)
+    worker = Worker(mount, model_directory, say)
+    say("warming up with an unrelated prompt")
     worker.warm_up()
     say("reading the prompt")
-    run, output = worker.run_through_cache(kind)
-    runs = [run]
+    first, output = worker.run_through_cache(kind)
+    runs = [first]
     if kind == "warm":
         held = copy.deepcopy(getattr(output, CACHE_ARGUMENT))
         del output
@@ -121,21 +120,3 @@ def work(kind: str, mount: str, model_directory: str) -> Answer:
             runs.append(worker.run_through_cache(kind)[0])
     worker.cache.close()
     return worker.answer(runs)
-
-
-def say(stage: str) -> None:
-    """Tell the parent what is being done."""
-    print(msgspec.json.encode(Stage(stage)).decode(), flush=True)
-
-
-def main() -> None:
-    """Entry point of the process."""
-    logging.basicConfig(level=logging.WARNING)
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.set_grad_enabled(False)
-    answer = work(*sys.argv[1:4])
-    print(msgspec.json.encode(answer).decode(), flush=True)
-
-
-if __name__ == "__main__":
-    main()

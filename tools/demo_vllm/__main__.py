@@ -21,10 +21,14 @@ from kvfs.tools.demo.entry import run_demo
 from kvfs.tools.demo.mounting import NVME, RAM, Mount, scratch_directory
 from kvfs.tools.demo_vllm import report
 from kvfs.tools.demo_vllm.finding import find_vllm
-from kvfs.tools.demo_vllm.runs import NUM_TOKENS, Run
-from kvfs.tools.demo_vllm.server import serve
+from kvfs.tools.demo_vllm.runs import NUM_TOKENS, Run, Task
+from kvfs.tools.demo_vllm.server import SERVED_NAME, serve
 
 TOKENS_PER_CHUNK = 256
+FLAGS = (
+    "--dtype", "float32", "--max-model-len", "4096", "--max-num-batched-tokens", "4096", "--block-size", "256",
+    "--enable-prompt-tokens-details",
+)  # fmt: skip
 
 
 def run(console: Console, out: Path) -> int:
@@ -59,9 +63,12 @@ def _ask(
 ) -> list[str]:
     """Start a server, do some runs, end it; the connector's lines in its /metrics."""
     log = scratch / f"server-{names[0]}.log"
-    with console.status("starting a vLLM server") as status, serve(python, directory, mount.path, log) as server:
+    with console.status("starting a vLLM server") as status, serve(python, directory, mount.path, log, FLAGS) as server:
         status.update(f"asking: {names[0]}")
-        for number, made in enumerate(server.run(names, scratch / f"asking-{names[0]}.log")):
+        task = msgspec.json.encode(Task(server.url, SERVED_NAME, str(directory), names)).decode()
+        lines = server.ask("kvfs.tools.demo_vllm.asking", task, scratch / f"asking-{names[0]}.log")
+        for number, line in enumerate(lines):
+            made = msgspec.json.decode(line, type=Run)
             runs[made.run] = made
             console.print(
                 f"  {made.run}: {made.ttft_ms:,.0f} ms, {made.tokens_reused:,} tokens reused", highlight=False

@@ -1,4 +1,7 @@
-"""A vLLM API server: started, waited for, asked and ended with the demo."""
+"""A vLLM API server: started, waited for, asked and ended with whoever started it.
+
+It and who asks it run in sessions of their own: Ctrl-C in the terminal is for the one who started them.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,11 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import msgspec
-
 from kvfs.errors import KvfsError
-from kvfs.tools.demo_vllm.runs import Run, Task
 
 START_PATIENCE_S = 600.0
 END_PATIENCE_S = 30.0
@@ -28,8 +28,8 @@ SERVED_NAME = "SmolLM2-135M-Instruct"
 class Server:
     """A running server. Attributes: url; log: what it wrote."""
 
-    def __init__(self, python: str, model: Path, mount: Path | None, log: Path, flags: Sequence[str] = ()) -> None:
-        """With a `mount` it has the connector; `flags` are added to the command."""
+    def __init__(self, python: str, model: Path, mount: Path | None, log: Path, flags: Sequence[str]) -> None:
+        """With a `mount` it has the connector; `flags` say everything else that matters."""
         self.log = log
         self._python = python
         self._model = model
@@ -39,9 +39,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         command = [
             python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
-            "--port", str(port), "--served-model-name", SERVED_NAME, "--dtype", "float32", "--enforce-eager",
-            "--max-model-len", "4096", "--max-num-batched-tokens", "4096", "--block-size", "256",
-            "--enable-prompt-tokens-details", *flags,
+            "--port", str(port), "--served-model-name", SERVED_NAME, "--enforce-eager", *flags,
         ]  # fmt: skip
         if mount is not None:
             command += ["--kv-transfer-config", json.dumps(transfer_config(mount))]
@@ -65,19 +63,16 @@ class Server:
                 time.sleep(0.5)
         raise KvfsError(f"the vLLM server did not answer within {START_PATIENCE_S:g} s")
 
-    def run(self, names: list[str], log: Path) -> Iterator[Run]:
-        """Do runs, one after the other. Raises KvfsError."""
-        task = Task(self.url, SERVED_NAME, str(self._model), names)
+    def ask(self, module: str, task: str, log: Path) -> Generator[bytes]:
+        """The lines that a module of ours prints in vLLM's Python, given a task. Raises KvfsError if it fails."""
         with log.open("wb") as errors:
             process = subprocess.Popen(
-                [self._python, "-m", "kvfs.tools.demo_vllm.asking", msgspec.json.encode(task).decode()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment(),
-                start_new_session=True,
+                [self._python, "-m", module, task], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
+                env=environment(), start_new_session=True,
             )  # fmt: skip
         assert process.stdout is not None
         try:
-            for line in process.stdout:
-                yield msgspec.json.decode(line, type=Run)
+            yield from process.stdout
             code = process.wait()
         finally:
             process.kill()
@@ -94,22 +89,25 @@ class Server:
         return [line for line in lines if line.startswith(beginning)]
 
     def close(self) -> None:
-        """End it, with all its processes."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
-            try:
-                self._process.wait(END_PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                pass
+        """End it, with all its processes. The last of them removes the shared memory that the others left."""
+        self._process.terminate()  # it ends the others; if all ended at once, their shared memory would stay
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
+            self._process.wait(END_PATIENCE_S)
+            deadline = time.monotonic() + END_PATIENCE_S
+            while time.monotonic() < deadline:
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.05)
+        except subprocess.TimeoutExpired:
             pass
+        except ProcessLookupError:
+            return  # none is left
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 @contextmanager
-def serve(python: str, model: Path, mount: Path | None, log: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
+def serve(python: str, model: Path, mount: Path | None, log: Path, flags: Sequence[str]) -> Iterator[Server]:
     """A server that answers, and is ended afterwards."""
     server = Server(python, model, mount, log, flags)
     try:

@@ -55,7 +55,7 @@ _STEP = 64  # requests between two looks at the bar
 
 
 def simulate(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Files with requests.", show_default=False)],
+    traces: Annotated[list[str], typer.Argument(metavar="TRACE...", help="Files with requests.", show_default=False)],
     ram: Annotated[str, Flag(metavar="SIZE|SHARE", help="RAM tier: 64GiB, or 5% of the trace's different chunks.")],
     nvme: Annotated[
         str | None, Flag(metavar="SIZE|SHARE", help="NVMe tier below it, likewise. None: a RAM cache.")
@@ -76,7 +76,7 @@ def simulate(
             help="Bytes of a token's KV.",
         ),
     ] = None,
-    model: Annotated[Path | None, Flag(metavar="CONFIG", help="A model's config.json, to take that from.")] = None,
+    model: Annotated[str | None, Flag(metavar="CONFIG", help="A model's config.json, to take that from.")] = None,
     tokens_per_chunk: Annotated[
         int | None,
         Flag(
@@ -106,14 +106,14 @@ def simulate(
     makers = {name: named.maker(name) for name in names if name != OPTIMUM}
     if min(prefill_rate, bytes_a_token or 1, tokens_per_chunk or 1) <= 0:
         raise UsageError("rates and sizes are above 0")
-    per_token = bytes_a_token or (bytes_per_token(model) if model is not None else DEFAULT_BYTES_PER_TOKEN)
+    per_token = bytes_a_token or (bytes_per_token(Path(model)) if model is not None else DEFAULT_BYTES_PER_TOKEN)
     machine = Machine(float(_above_zero(ram_bandwidth)), float(_above_zero(nvme_bandwidth)), prefill_rate, per_token)
     reading = Reading(tokens_per_chunk, parse_duration(session_gap, "--session-gap"), seed)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     results: list[Result] = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        trace = _read(traces, reading, bar)
+        trace = _read([Path(name) for name in traces], reading, bar)
         chunk_bytes = geometry(namespace_of(0, trace.tokens_per_chunk, per_token), trace.tokens_per_chunk).file_bytes
         sizes = _sizes(ram, nvme, trace, chunk_bytes)
         is_interrupted = False

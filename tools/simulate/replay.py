@@ -177,12 +177,12 @@ class Replay:
             num_stored += 1
             above = chunk
             if self._nvme is not None and len(new) == _GROUP:
-                self._write(self._nvme, new)
+                self._write(self._nvme, new, prefix)
                 new.clear()
         self.tally.num_stored += num_stored
         self._ram.policy.built_on(prefix)
         if self._nvme is not None:
-            self._write(self._nvme, new)
+            self._write(self._nvme, new, prefix)
             self._nvme.policy.built_on(prefix)
 
     def _recalled(self, number: int, above: Chunk | None) -> Chunk:
@@ -223,11 +223,15 @@ class Replay:
             if self._has_ghosts:
                 self._ghosts.add(chunk.table.directory, chunk.key, Ghost(0, BYPASSED, chunk.hits, chunk.returns))
 
-    def _write(self, nvme: NvmeTier, new: list[Chunk]) -> None:
-        for chunk in new:
+    def _write(self, nvme: NvmeTier, new: list[Chunk], prefix: list[Chunk]) -> None:
+        """Write-behind; what there is no room for goes, and what is built on it."""
+        kept = frozenset(prefix)
+        for place, chunk in enumerate(new):
             while (offset := nvme.extents.allocate(chunk.length)) is None:
-                victims = nvme.least_worthy(chunk.length)
+                victims = nvme.least_worthy(chunk.length, lambda victim: victim not in kept)
                 if not victims:
+                    for lost in reversed(new[place:]):
+                        self._evict(lost)
                     return
                 for victim in victims:
                     self._evict(victim)

@@ -1,7 +1,7 @@
 """A real vLLM on a real mount.
 
-The engine runs in a Python of its own (see tools/bootstrap_vllm.sh); the tests talk to it through `driver`. Starting one takes
-20 to 50 seconds, so tests share engines, and every test has prompts of its own.
+The engines run in a Python of their own (see tools/bootstrap_vllm.sh); the tests talk to them through `driver`, which imports
+vLLM once for all. Tests share engines all the same, and every test has prompts of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
+import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,11 +20,12 @@ from typing import Any
 
 import pytest
 
-from ...e2e.conftest import Daemon, wait_until  # noqa: TID252 - tests are no package with a name
+from ...e2e.conftest import Daemon  # noqa: TID252 - tests are no package with a name
+from ...e2e.conftest import wait_until as wait_until_so  # noqa: TID252
 
 ROOT = Path(__file__).parents[3]
 VOCABULARY = 512
-START_DEADLINE_S = 300.0
+DEADLINE_S = 180.0
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
@@ -31,6 +33,11 @@ MODEL = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
 }  # fmt: skip
+
+
+def wait_until(is_so: Callable[[], object], what: str) -> None:
+    """See e2e.conftest; an engine on a busy machine takes its time."""
+    wait_until_so(is_so, what, DEADLINE_S)
 
 
 def find_vllm() -> str | None:
@@ -43,24 +50,37 @@ def find_vllm() -> str | None:
     return str(python) if (python.parent.parent / ".kvfs").exists() else None
 
 
+FORKING = """
+import multiprocessing
+context_of = multiprocessing.get_context
+
+def get_context(method=None):
+    if method == "spawn":
+        from multiprocessing import resource_tracker
+        resource_tracker.ensure_running()  # as spawning does: it removes shared memory of children that were killed
+        method = "fork"
+    return context_of(method)
+
+multiprocessing.get_context = get_context
+"""
+"""Run at the start of every Python with vLLM. vLLM spawns an engine's two further processes on the CPU, each of which would
+import it anew, in ten seconds; these are forked, as vLLM does by default where there is a GPU."""
+
+
 @pytest.fixture(scope="session")
-def vllm_python() -> str:
-    """The Python that has vLLM."""
+def vllm_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python that has vLLM, starts an engine in a third of the time, and computes with one thread."""
     found = find_vllm()
     if found is None:
         pytest.skip("there is no environment with vLLM: tools/bootstrap_vllm.sh makes one (make test-vllm does)")
-    return found
-
-
-def _own_shared_memory() -> list[str]:
-    """Run what follows with a /dev/shm of its own, as root: tests elsewhere look for files that are left there.
-
-    It does not see what is mounted later.
-    """
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        return []
-    script = 'mount -t tmpfs shm /dev/shm && exec "$@"'
-    return ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script, "sh"]
+    directory = tmp_path_factory.mktemp("python")
+    (directory / "sitecustomize.py").write_text(FORKING)
+    python = directory / "python"
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH="{directory}:$PYTHONPATH" OMP_NUM_THREADS=1 exec {shlex.quote(found)} "$@"\n'
+    )
+    python.chmod(0o755)
+    return str(python)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,32 +91,68 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
 
 
+class Sources:
+    """The process that has imported vLLM, see `driver`."""
+
+    def __init__(self, python: str, log: Path) -> None:
+        self._log = log
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore",
+        }  # fmt: skip
+        command = ["nice", "-n", "19", python, str(Path(__file__).parent / "driver.py"), str(theirs.fileno())]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
+                pass_fds=(theirs.fileno(),),
+            )  # fmt: skip
+        theirs.close()
+
+    def start(self, arguments: dict[str, Any], environment: dict[str, str], fds: list[int]) -> int:
+        """An engine; the number of its process."""
+        packet = json.dumps({"arguments": arguments, "environment": environment}).encode()
+        socket.send_fds(self._control, [packet], fds)
+        return int(self._answer())
+
+    def end(self, number: int) -> bool:
+        """Wait until an engine is gone; True if it ended by itself."""
+        self._control.send(json.dumps({"end": number}).encode())
+        return bool(self._answer())
+
+    def _answer(self) -> Any:
+        packet = self._control.recv(1 << 16)
+        assert packet, f"vLLM could not be imported; the end of the log:\n{self._log.read_text()[-4000:]}"
+        return json.loads(packet)
+
+    def close(self) -> None:
+        self._control.close()
+        assert self.process.wait(60) == 0
+
+
+@pytest.fixture(scope="session")
+def sources(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sources]:
+    """Where engines come from."""
+    found = Sources(vllm_python, tmp_path_factory.mktemp("sources") / "log")
+    yield found
+    found.close()
+
+
 class Engine:
     """A vLLM in a process of its own; `ask` names a method of `driver.Driver`. Attributes: log: what it wrote."""
 
-    def __init__(self, python: str, arguments: dict[str, Any], log: Path, threads: str, sees_mounts: bool) -> None:
+    def __init__(self, sources: Sources, arguments: dict[str, Any], log: Path, environment: dict[str, str]) -> None:
+        self._sources = sources
         self._log = log
-        answers, theirs = os.pipe()
-        environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": threads, "PYTHONWARNINGS": "ignore",
-        }  # fmt: skip
-        command = [
-            *([] if sees_mounts else _own_shared_memory()),
-            "nice",
-            "-n",
-            "19",
-            python,
-            str(Path(__file__).parent / "driver.py"),
-            str(theirs),
-        ]
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*command, json.dumps(arguments)], stdin=subprocess.PIPE, stdout=output, stderr=output,
-                env=environment, pass_fds=(theirs,), text=True,
-            )  # fmt: skip
-        os.close(theirs)
+        theirs, commands = os.pipe()
+        self._commands = os.fdopen(commands, "w")
+        answers, replies = os.pipe()
         self._answers = os.fdopen(answers)
+        with log.open("wb") as output:
+            fds = [theirs, replies, output.fileno()]
+            self._number = sources.start(arguments, environment, fds)
+        os.close(theirs)
+        os.close(replies)
         assert self._answer() == "ready"
 
     @property
@@ -109,9 +165,8 @@ class Engine:
 
     def begin(self, do: str, **arguments: Any) -> None:
         """Ask, and take the answer later."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self.process.stdin.flush()
+        self._commands.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._commands.flush()
 
     def _answer(self) -> Any:
         line = self._answers.readline()
@@ -159,14 +214,17 @@ class Engine:
         return counts["vllm:kvfs_hit_tokens{ram}"] + counts["vllm:kvfs_hit_tokens{nvme}"]
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        """End it; it ends by itself, with all its processes."""
+        self._commands.close()
         self._answers.close()
+        assert self._sources.end(self._number), f"the end of the engine's log:\n{self.log[-4000:]}"
+
+
+def found_after_reset(engine: Engine, asked: list[int]) -> int:
+    """How many tokens of a prompt come from kvfs now."""
+    engine.reset()
+    found: int = engine.run(asked)[0]["cached"]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -194,11 +252,8 @@ StartEngine = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def start_engine(vllm_python: str, directory: Path, mount: Daemon) -> StartEngine:
-    """A context manager that runs an engine. Keywords are those of vllm.LLM; `policy` and `settings` are the connector's.
-
-    `sees_mounts`: the test mounts kvfs anew while the engine runs.
-    """
+def start_engine(sources: Sources, directory: Path, mount: Daemon) -> StartEngine:
+    """A context manager that runs an engine. Keywords are those of vllm.LLM; `policy` and `settings` are the connector's."""
     numbers = iter(range(100))
 
     @contextmanager
@@ -206,12 +261,14 @@ def start_engine(vllm_python: str, directory: Path, mount: Daemon) -> StartEngin
         policy: str | None = "recompute",
         settings: dict[str, Any] | None = None,
         threads: str = "0",
-        sees_mounts: bool = False,
+        connector: str = "KvfsConnector",
+        module: str = "kvfs.engine_adapters.vllm_connector",
+        environment: dict[str, str] | None = None,
         **keywords: Any,
     ) -> Iterator[Engine]:
         transfer: dict[str, Any] = {
-            "kv_connector": "KvfsConnector",
-            "kv_connector_module_path": "kvfs.engine_adapters.vllm_connector",
+            "kv_connector": connector,
+            "kv_connector_module_path": module,
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"mount": str(mount.path), "break_even": False, **(settings or {})},
         }
@@ -223,7 +280,8 @@ def start_engine(vllm_python: str, directory: Path, mount: Daemon) -> StartEngin
             "disable_log_stats": False, "num_gpu_blocks_override": 80, "kv_transfer_config": transfer,
             **keywords,
         }  # fmt: skip
-        engine = Engine(vllm_python, arguments, directory / f"engine-{next(numbers)}.log", threads, sees_mounts)
+        variables = {"VLLM_CPU_OMP_THREADS_BIND": threads, **(environment or {})}
+        engine = Engine(sources, arguments, directory / f"engine-{next(numbers)}.log", variables)
         try:
             yield engine
         finally:

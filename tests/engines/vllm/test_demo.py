@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.leaves("shared memory")  # the servers', for the seconds that their last processes take to end
 def test_the_demo_reuses_the_prefix_in_both_servers(vllm_python: str, tmp_path: Path) -> None:
     """Every run gives the tokens that were computed first; after the first, all 13 chunks are loaded."""
     if not os.path.exists("/dev/fuse"):

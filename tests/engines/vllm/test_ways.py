@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .conftest import StartEngine
+from .conftest import StartEngine, found_after_reset, wait_until
 
 Prompt = Callable[..., list[int]]
 
@@ -26,15 +26,15 @@ def test_loads_inside_the_step_without_a_local_prefix_cache(start_engine: StartE
 
 
 def test_preempted_requests_are_right(start_engine: StartEngine, prompt: Prompt) -> None:
-    """Eight long answers in a cache for two: requests lose their blocks, while they are being stored as well."""
-    with start_engine(num_gpu_blocks_override=40, block_size=32, max_model_len=1024) as engine:
-        prompts = [prompt(300, seed=number) for number in range(8)]
-        expected = [engine.tokens(each, max_tokens=200, salts=["x"]) for each in prompts]
-        answers = engine.run(*prompts, max_tokens=200)
+    """Six long answers in a cache for two: requests lose their blocks, while they are being stored as well."""
+    with start_engine(num_gpu_blocks_override=32, block_size=32, max_model_len=512) as engine:
+        prompts = [prompt(300, seed=number) for number in range(6)]
+        expected = [engine.tokens(each, max_tokens=80, salts=["x"]) for each in prompts]
+        answers = engine.run(*prompts, max_tokens=80)
         assert [answer["tokens"] for answer in answers] == expected
         assert engine.counts()["vllm:num_preemptions"] > 0
         engine.reset()
-        again = engine.run(*prompts, max_tokens=200)
+        again = engine.run(*prompts, max_tokens=80)
         assert [answer["tokens"] for answer in again] == expected
         assert engine.hits() > 0
 
@@ -44,8 +44,6 @@ def test_two_ranks_share_one_prefix(start_engine: StartEngine, prompt: Prompt, m
     with start_engine(tensor_parallel_size=2, threads="0|1") as engine:
         asked, before = prompt(1100), engine.stored()
         expected = engine.tokens(asked)
-        engine.wait_for_stores(before + 4)
-        engine.reset()
-        again = engine.run(asked)[0]
-        assert again["cached"] == 1024
-        assert again["tokens"] == expected == engine.recomputed(asked)
+        engine.wait_for_stores(before + 4)  # of the first rank; the other may be behind
+        wait_until(lambda: found_after_reset(engine, asked) == 1024, "both ranks have stored it")
+        assert engine.tokens(asked) == expected == engine.recomputed(asked)

@@ -1,0 +1,71 @@
+"""What /proc says of processes, for tests. Whatever is looked at may end or close its files meanwhile: what went is left
+out, and what a process that is gone has is nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+def _entries(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def pids() -> list[int]:
+    """All processes that this one can see."""
+    return [int(name) for name in _entries(_PROC) if name.isdigit()]
+
+
+def open_files(pid: int) -> Iterator[tuple[int, str]]:
+    """Each descriptor of a process, and what it leads to: a path as the kernel names it, or the like of "socket:[1]"."""
+    for name in _entries(_PROC / str(pid) / "fd"):
+        try:
+            yield int(name), os.readlink(_PROC / str(pid) / "fd" / name)
+        except OSError:
+            continue
+
+
+def num_descriptors(pid: int) -> int:
+    """How many descriptors a process has."""
+    return sum(1 for _ in open_files(pid))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended; one that has may still wait for its parent to ask."""
+    state = _read(_PROC / str(pid) / "stat").rpartition(b")")[2].split()
+    return bool(state) and state[0] not in (b"Z", b"X")
+
+
+def command_line(pid: int) -> str:
+    """The words of a process, a space after each; empty if it has ended."""
+    return _read(_PROC / str(pid) / "cmdline").replace(b"\0", b" ").decode(errors="replace")
+
+
+def environment(pid: int) -> list[bytes]:
+    """The variables that a process was started with, each as NAME=value."""
+    return _read(_PROC / str(pid) / "environ").split(b"\0")
+
+
+def maps(pid: int) -> str:
+    """What a process has mapped, one area a line."""
+    return _read(_PROC / str(pid) / "maps").decode("utf-8", "surrogateescape")
+
+
+def children() -> list[int]:
+    """The processes that this one started and that have not ended, or that nobody waited for."""
+    tasks = _PROC / "self" / "task"
+    return [int(pid) for task in _entries(tasks) for pid in _read(tasks / task / "children").split()]

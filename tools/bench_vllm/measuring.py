@@ -1,0 +1,124 @@
+"""Makes the runs: mounts, serves, asks, and takes everything away again.
+
+Whatever happens, the servers are ended, the mount is taken away and its directory removed; after Ctrl-C, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvfs.errors import KvfsError
+from kvfs.tools import mounted
+from kvfs.tools.bench import rig
+from kvfs.tools.bench_vllm.asking import Task
+from kvfs.tools.bench_vllm.results import Answer, Line, Pass, PassOver
+from kvfs.tools.bench_vllm.runs import Plan
+from kvfs.tools.demo.mounting import Mount
+from kvfs.tools.demo_vllm.server import SERVED_NAME, serve
+
+LOGS = "kvfs-bench-vllm-logs"
+Say = Callable[[str, int], None]
+"""Is told what is being done, and how many more requests are answered."""
+
+
+def measure(plan: Plan, directory: Path, say: Say, done: Callable[[Pass], None]) -> None:
+    """Make all runs; `done` is told each pass when it is over. All files lie in `directory`, after an error only the logs."""
+    with _interruptible() as ignore, rig.scratch(directory) as scratch:
+        mount: Mount | None = None
+        try:
+            for run in plan.runs:
+                if run != "restarted":
+                    if mount is not None:
+                        shutil.rmtree(mount.path.parent)
+                    sizes = plan.mount_sizes(run)
+                    mount = _make(scratch, run, *sizes) if sizes is not None else None
+                if mount is not None:
+                    say(f"{run}: mounting kvfs", 0)
+                    mount.start()
+                _serve(plan, run, mount, scratch, say, done)
+                if mount is not None:
+                    say(f"{run}: unmounting", 0)
+                    mount.stop()
+        except KvfsError as error:
+            raise KvfsError(f"{error}; see {_keep_logs(scratch, directory)}") from error
+        finally:
+            ignore()
+            if mount is not None:
+                mount.destroy()
+
+
+def _serve(plan: Plan, run: str, mount: Mount | None, scratch: Path, say: Say, done: Callable[[Pass], None]) -> None:
+    """One run: a server of its own, asked everything as often as the plan says."""
+    say(f"{run}: starting vLLM", 0)
+    path, log = mount.path if mount is not None else None, scratch / f"server-{run}.log"
+    with serve(plan.python, Path(plan.model), path, log, plan.server_flags(run)) as server:
+        task = Task(server.url, SERVED_NAME, plan.model, plan.workload, plan.num_passes, run)
+        lines = server.ask(
+            "kvfs.tools.bench_vllm.asking", msgspec.json.encode(task).decode(), scratch / f"asking-{run}.log"
+        )
+        answers: list[Answer] = []
+        number, before = 1, _counters(mount)
+        with contextlib.closing(lines):
+            for raw in lines:
+                line = msgspec.json.decode(raw, type=Line)
+                if isinstance(line, Answer):
+                    answers.append(line)
+                    say(f"{run}: pass {number}", 1)
+                elif isinstance(line, PassOver):
+                    now = _counters(mount)
+                    done(Pass.of(run, number, answers, line, dict(now - before)))
+                    answers, number, before = [], number + 1, now
+                else:
+                    say(f"{run}: {line.stage}", 0)
+                    before = _counters(mount)
+        say(f"{run}: ending vLLM", 0)
+
+
+def _counters(mount: Mount | None) -> Counter[str]:
+    """The counters of kvfs."""
+    return Counter(mounted.read_status(str(mount.path))["counters"]) if mount is not None else Counter()
+
+
+def _make(scratch: Path, run: str, ram: str, nvme: str | None) -> Mount:
+    directory = scratch / run
+    directory.mkdir()
+    return Mount(directory, ram, nvme)
+
+
+def _keep_logs(scratch: Path, directory: Path) -> Path:
+    """Copy the logs out of a directory that is about to go."""
+    kept = directory / LOGS
+    kept.mkdir(exist_ok=True)
+    for log in scratch.glob("**/*.log"):
+        shutil.copy(log, kept)
+    return kept.resolve()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Ctrl-C and SIGTERM interrupt once, so that nothing disturbs the cleaning up; the function ignores them from now on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ignore() -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+
+    def interrupt(number: int, frame: object) -> None:
+        ignore()
+        raise KeyboardInterrupt
+
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as for jobs in the background of a script
+            signal.signal(number, interrupt)
+    try:
+        yield ignore
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
