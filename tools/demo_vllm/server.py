@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -89,21 +90,33 @@ class Server:
         return [line for line in lines if line.startswith(beginning)]
 
     def close(self) -> None:
-        """End it, with all its processes. The last of them removes the shared memory that the others left."""
-        self._process.terminate()  # it ends the others; if all ended at once, their shared memory would stay
-        try:
-            self._process.wait(END_PATIENCE_S)
-            deadline = time.monotonic() + END_PATIENCE_S
-            while time.monotonic() < deadline:
-                os.killpg(self._process.pid, 0)
-                time.sleep(0.05)
-        except subprocess.TimeoutExpired:
-            pass
-        except ProcessLookupError:
-            return  # none is left
+        """End it, with all its processes and the shared memory that vLLM forgets where it is interrupted."""
+        self._process.terminate()  # it ends the others
+        shared: set[str] = set()
+        deadline = time.monotonic() + END_PATIENCE_S
+        while _look_at_session(self._process.pid, shared) and time.monotonic() < deadline:
+            self._process.poll()
+            time.sleep(0.05)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for path in shared:
+            Path(path).unlink(missing_ok=True)
+
+
+def _look_at_session(session: int, shared: set[str]) -> bool:
+    """Add to `shared` the files in /dev/shm that processes of a session have mapped; returns whether there is one left."""
+    is_one_left = False
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, found, *_ = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(found) != session or state == "Z":
+                continue
+            is_one_left = True
+            shared.update(re.findall(r"/dev/shm/psm_\w+", (process / "maps").read_text("utf-8", "replace")))
+        except (OSError, ValueError):  # it has just ended
+            continue
+    return is_one_left
 
 
 @contextmanager
