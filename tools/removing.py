@@ -97,23 +97,12 @@ class Walk:
             return sys.maxsize
 
 
-def remove(
-    path: str,
-    walk: Walk,
-    directories: list[str],
-    took: Callable[[Victim, bool], None],
-    is_stopping: Callable[[], bool],
-) -> None:
-    """Remove what a walk finds in prefix directories and below, none of which lies in another, until told to stop.
+class Forest:
+    """Prefix directories, none of which lies in another, and the threads that go through them and all below: each
+    directory once all in it have been.
 
-    `took` is called by several threads, with whether the chunk was still there. Raises UsageError for what may not be
-    removed, UnavailableError for what cannot be removed for good, OSError.
+    `walk` says what there is to remove. `took` is called by several threads, with whether the chunk was still there.
     """
-    _Forest(path, walk, directories, took, is_stopping).run()
-
-
-class _Forest:
-    """Directories, and the threads that go through them: each directory once all in it have been."""
 
     def __init__(
         self,
@@ -134,7 +123,11 @@ class _Forest:
         self._failures: list[BaseException] = []
         self._tops = directories
 
-    def run(self) -> None:
+    def remove(self) -> None:
+        """Remove what the walk finds, until told to stop.
+
+        Raises UsageError for what may not be removed, UnavailableError for what cannot be removed for good, OSError.
+        """
         waiting = list(self._tops)
         while waiting:
             directory = waiting.pop()
@@ -160,7 +153,7 @@ class _Forest:
         try:
             while (directory := self._ready.get()) is not None and self._go_through(directory):
                 self._finish(directory)
-        except BaseException as error:  # noqa: BLE001 - it is raised again in `run`
+        except BaseException as error:  # noqa: BLE001 - it is raised again in `remove`
             self._failures.append(error)
         self._ready.put(None)  # the next thread ends too
 

@@ -273,7 +273,7 @@ def _remove(path: str, selection: _Selection, done: Removal, track: Track) -> No
 
     for walk, groups in _walks(path, selection, lambda: track.advance(0)):
         for directories in groups:
-            removing.remove(path, walk, directories, took, lambda: track.is_stopping)
+            removing.Forest(path, walk, directories, took, lambda: track.is_stopping).remove()
 
 
 def _victims(path: str, selection: _Selection, beat: Beat) -> Iterator[Victim]:

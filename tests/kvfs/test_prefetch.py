@@ -118,6 +118,14 @@ async def test_a_cancelled_order_brings_nothing_more(tmp_path: Path) -> None:
         assert store.statistics().num_leases == 0
 
 
+async def hold_in_ram(store: Store, chunks: list[Chunk]) -> None:
+    """Lease chunks, and bring them into RAM."""
+    store.lease_all(chunks)
+    for promotion in store.promote(chunks):
+        assert promotion is not None
+        await promotion.wait_for_layers(4)
+
+
 async def test_an_order_that_comes_too_late_is_dropped(tmp_path: Path) -> None:
     async with cold(tmp_path, 2) as (store, _, (chunks,)):
         assert not store.prefetch(chunks, 0, 0.0).is_over
@@ -129,10 +137,7 @@ async def test_an_order_that_comes_too_late_is_dropped(tmp_path: Path) -> None:
 async def test_leased_chunks_stay_and_the_order_waits_for_room(tmp_path: Path) -> None:
     """RAM is full of what somebody holds: nothing of it goes, and the order is carried out when there is room."""
     async with cold(tmp_path, 4, 2, ram=4 << 20) as (store, _, (held, wanted)):
-        store.lease_all(held)
-        for promotion in store.promote(held):
-            assert promotion is not None
-            await promotion.wait_for_layers(4)
+        await hold_in_ram(store, held)
         order = store.prefetch(wanted, 0, 60)
         with trio.move_on_after(5 * prefetch.LOOK_AGAIN_S):
             await trio.sleep_forever()
@@ -170,10 +175,7 @@ async def test_what_cannot_be_read_is_wasted_and_the_rest_goes_on(tmp_path: Path
 async def test_cancelled_orders_do_not_pile_up(tmp_path: Path) -> None:
     """Behind one that waits for room they are forgotten, a few at a time."""
     async with cold(tmp_path, 4, 2, ram=4 << 20) as (store, _, (held, wanted)):
-        store.lease_all(held)
-        for promotion in store.promote(held):
-            assert promotion is not None
-            await promotion.wait_for_layers(4)
+        await hold_in_ram(store, held)
         store.prefetch(wanted, 100, 60)
         for _ in range(1000):
             store.prefetch(wanted, 0, 60).cancel()
