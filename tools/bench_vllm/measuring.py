@@ -20,6 +20,7 @@ from kvfs.tools.bench import rig
 from kvfs.tools.bench_vllm.asking import Task
 from kvfs.tools.bench_vllm.results import Answer, Line, Pass, PassOver
 from kvfs.tools.bench_vllm.runs import Plan
+from kvfs.tools.demo.entry import keep_logs
 from kvfs.tools.demo.mounting import Mount
 from kvfs.tools.demo_vllm.server import SERVED_NAME, serve
 
@@ -47,7 +48,8 @@ def measure(plan: Plan, directory: Path, say: Say, done: Callable[[Pass], None])
                     say(f"{run}: unmounting", 0)
                     mount.stop()
         except KvfsError as error:
-            raise KvfsError(f"{error}; see {_keep_logs(scratch, directory)}") from error
+            logs = [*scratch.glob("*.log"), *scratch.glob("*/*.log")]  # mounts lie below that
+            raise KvfsError(f"{error}; see {keep_logs(logs, directory / LOGS)}") from error
         finally:
             ignore()
             if mount is not None:
@@ -90,15 +92,6 @@ def _make(scratch: Path, run: str, ram: str, nvme: str | None) -> Mount:
     directory = scratch / run
     directory.mkdir()
     return Mount(directory, ram, nvme)
-
-
-def _keep_logs(scratch: Path, directory: Path) -> Path:
-    """Copy the logs out of a directory that is about to go."""
-    kept = directory / LOGS
-    kept.mkdir(exist_ok=True)
-    for log in scratch.glob("**/*.log"):
-        shutil.copy(log, kept)
-    return kept.resolve()
 
 
 @contextlib.contextmanager

@@ -6,18 +6,16 @@ the processes that were started are ended, and their directory is removed.
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import sys
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from kvfs.errors import KvfsError
 from kvfs.tools.demo import model, report
-from kvfs.tools.demo.entry import run_demo
+from kvfs.tools.demo.entry import keep_logs, run_demo, write_result
 from kvfs.tools.demo.mounting import NVME, RAM, Mount, scratch_directory
 from kvfs.tools.demo.processes import run_worker
 from kvfs.tools.demo.prompt import NUM_TOKENS
@@ -35,10 +33,11 @@ def run(console: Console, out: Path) -> int:
         mount = Mount(scratch)
         try:
             runs, text = _measure(console, mount, directory, scratch)
-            _write(out, list(runs.values()))
+            write_result(out, list(runs.values()))
             return _show(console, mount, runs, text, out)
         except KvfsError as error:
-            raise KvfsError(f"{error}; see {_keep_logs(scratch, out.parent)}") from error
+            kept = keep_logs(scratch.glob("*.log"), out.parent / "logs")
+            raise KvfsError(f"{error}; see {kept}") from error
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # no second Ctrl-C while it cleans up
             with console.status("unmounting"):
@@ -80,22 +79,6 @@ def _measure(console: Console, mount: Mount, directory: Path, scratch: Path) -> 
     console.print(f"$ rm -rf {prefix.relative_to(mount.path)}", highlight=False, soft_wrap=True)
     work("evicted")
     return {name: median(runs) for name, runs in found.items()}, answer.text
-
-
-def _keep_logs(scratch: Path, directory: Path) -> Path:
-    """Copy the logs out of a directory that is about to go."""
-    kept = directory / "logs"
-    kept.mkdir(exist_ok=True)
-    for log in scratch.glob("*.log"):
-        shutil.copy(log, kept)
-    return kept
-
-
-def _write(out: Path, runs: list[Run]) -> None:
-    """Leave the result; it appears whole."""
-    scratch = out.with_name(f".{out.name}.tmp")
-    scratch.write_text(json.dumps(msgspec.to_builtins(runs), indent=2) + "\n")
-    scratch.replace(out)
 
 
 def _show(console: Console, mount: Mount, runs: dict[str, Run], text: str, out: Path) -> int:

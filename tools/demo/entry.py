@@ -1,13 +1,16 @@
-"""How a demo is started: its one option, and what becomes of errors, Ctrl-C and SIGTERM."""
+"""How a demo is started: its one option, and what becomes of errors, Ctrl-C and SIGTERM; and what it leaves."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 from rich.console import Console
 
 from kvfs.errors import KvfsError
@@ -28,6 +31,24 @@ def run_demo(name: str, description: str, out: str, run: Callable[[Console, Path
     except KeyboardInterrupt:
         console.print("interrupted; nothing of it is left", highlight=False)
         return 130
+
+
+def write_result(out: Path, runs: Sequence[msgspec.Struct]) -> None:
+    """Leave the result; it appears whole."""
+    scratch = out.with_name(f".{out.name}.tmp")
+    scratch.write_text(json.dumps(msgspec.to_builtins(runs), indent=2) + "\n")
+    scratch.replace(out)
+
+
+def keep_logs(logs: Iterable[Path], kept: Path) -> Path:
+    """Copy logs out of a place that is about to go into a directory, and return where that is.
+
+    They are not searched for here: there may be a mount in that place that does not answer.
+    """
+    kept.mkdir(exist_ok=True)
+    for log in logs:
+        shutil.copy(log, kept)
+    return kept.resolve()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -6,8 +6,6 @@ mount is taken away and its directory removed.
 
 from __future__ import annotations
 
-import json
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -17,7 +15,7 @@ from rich.console import Console
 
 from kvfs.errors import KvfsError
 from kvfs.tools.demo import model
-from kvfs.tools.demo.entry import run_demo
+from kvfs.tools.demo.entry import keep_logs, run_demo, write_result
 from kvfs.tools.demo.mounting import NVME, RAM, Mount, scratch_directory
 from kvfs.tools.demo_vllm import report
 from kvfs.tools.demo_vllm.finding import find_vllm
@@ -48,10 +46,11 @@ def run(console: Console, out: Path) -> int:
             runs: dict[str, Run] = {}
             metrics = _ask(console, python, directory, mount, scratch, ["computed", "own_cache", "same_server"], runs)
             metrics = _ask(console, python, directory, mount, scratch, ["new_server"], runs) or metrics
-            out.write_text(json.dumps([msgspec.to_builtins(run) for run in runs.values()], indent=2) + "\n")
+            write_result(out, list(runs.values()))
             return _show(console, runs, metrics, out)
         except KvfsError as error:
-            raise KvfsError(f"{error}; see {_keep_logs(scratch, out.parent)}") from error
+            kept = keep_logs(scratch.glob("*.log"), out.parent / "logs")
+            raise KvfsError(f"{error}; see {kept}") from error
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # no second Ctrl-C while it cleans up
             with console.status("unmounting"):
@@ -75,15 +74,6 @@ def _ask(
             )
             status.update(f"asking: {names[number + 1]}" if number + 1 < len(names) else "ending the server")
         return server.metrics("vllm:kvfs_")
-
-
-def _keep_logs(scratch: Path, directory: Path) -> Path:
-    """Copy the logs out of a directory that is about to go."""
-    kept = directory / "logs"
-    kept.mkdir(exist_ok=True)
-    for log in scratch.glob("*.log"):
-        shutil.copy(log, kept)
-    return kept
 
 
 def _show(console: Console, runs: dict[str, Run], metrics: list[str], out: Path) -> int:
