@@ -17,6 +17,8 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
+from types import FrameType
+from typing import Any
 
 import pyfuse3
 import trio
@@ -81,7 +83,9 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
         socket_path = stack.enter_context(
             socket_directory(path, settings.socket_directory, is_shared=settings.allow_other)
         )
+        outlive_signals = stack.enter_context(_until_all_is_written())
         store = await stack.enter_async_context(open_store(settings))
+        outlive_signals()
         signals = stack.enter_context(trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT))
         gc.collect()
         gc.freeze()  # a collection over a million loaded chunks takes 214 ms, measured; frozen ones are left out
@@ -115,6 +119,29 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
             logger.info("unmounted %s", path)
             fuse.cancel_scope.cancel()
     logger.info("ended")
+
+
+@contextlib.contextmanager
+def _until_all_is_written() -> Iterator[Callable[[], None]]:
+    """From when the function is called, signals that come while the store writes what is dirty do not end the process.
+
+    To be entered before the store: what was entered after it is gone by then. Before the call they end a start.
+    """
+    before: dict[int, Any] = {}
+
+    def begin() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, _is_stopping)
+
+    try:
+        yield begin
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_stopping(number: int, _: FrameType | None) -> None:
+    logger.info("got %s: stopping already, what is dirty is being written", signal.Signals(number).name)
 
 
 def _operations(store: Store, path: str, socket_path: str, nursery: trio.Nursery) -> Operations:

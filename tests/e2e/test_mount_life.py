@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 from kvfs.client import Client
 from kvfs.errors import UnavailableError
 from kvfs.mount import mountpoint
-from kvfs.testing import tiny_namespace
+from kvfs.testing import DEADLINE_S, tiny_namespace
 
 
 def is_mounted(daemon: Any) -> bool:
@@ -36,6 +37,39 @@ def test_a_signal_ends_it_and_everything_is_written(daemon: Any, engines: Any, n
     again = engines(daemon.path)
     assert os.getxattr(again.file("abc"), "user.kvfs.tier") == b"nvme"
     assert again.file("abc").read_bytes()[-4096:-2048] == b"c" * 2048
+    again.load("abc")
+
+
+@pytest.mark.parametrize("first", ["a signal", "kvfs umount"])
+def test_a_second_signal_does_not_end_it_while_it_writes(daemon: Any, engines: Any, wait: Any, first: str) -> None:
+    """Nor does the one that `kvfs umount` sends after a second: what is dirty is written as soon as that is possible."""
+    daemon.start()
+    index = sqlite3.connect(daemon.directory / "volume/index.sqlite", isolation_level=None)
+    umount = None
+    try:
+        engines(daemon.path).store("a")
+        index.execute("BEGIN IMMEDIATE")  # nothing can become durable
+        engines(daemon.path).store("abc")
+        if first == "a signal":
+            os.kill(daemon.pid, signal.SIGTERM)
+        else:
+            umount = subprocess.Popen([sys.executable, "-m", "kvfs.tools.cli", "umount", str(daemon.path)], cwd="/")
+        wait(lambda: not is_mounted(daemon), "it is unmounted")
+        if umount is not None:
+            wait(lambda: "got SIGTERM: stopping already" in daemon.log, "umount has asked it to end")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            os.kill(daemon.pid, number)
+            wait(lambda number=number: f"got {number.name}: stopping already" in daemon.log, f"it got {number.name}")
+        assert daemon.process.poll() is None
+    finally:
+        index.rollback()
+        index.close()
+        if umount is not None:
+            assert umount.wait(DEADLINE_S) == 0
+    assert daemon.ended() == 0
+    daemon.start()
+    again = engines(daemon.path)
+    assert os.getxattr(again.file("abc"), "user.kvfs.tier") == b"nvme"
     again.load("abc")
 
 
