@@ -36,6 +36,7 @@ from kvfs.namespace import Namespace
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+MAX_PREFETCH_DEADLINE_S = 86_400.0
 
 
 @dataclass(slots=True)
@@ -254,8 +255,14 @@ class Client:
     def prefetch(self, chains: Sequence[ChainHash], *, priority: int = 0, deadline_s: float = 60.0) -> Prefetching:
         """Have chunks that are on NVMe brought into RAM, the first first, without waiting; a failing cache does not.
 
-        A load of them is likely: what none comes for is counted as wasted. Higher priorities (0 to 100) go first.
+        A load of them is likely: what none comes for is counted as wasted. Higher priorities go first. Raises UsageError
+        for a priority that is not one of 0 to 100, or a deadline that is none.
         """
+        if not 0 <= priority <= 100 or not 0 <= deadline_s <= MAX_PREFETCH_DEADLINE_S:
+            raise UsageError(
+                f"a prefetch has a priority of 0 to 100 and a deadline of at most {MAX_PREFETCH_DEADLINE_S:g} s, "
+                f"not {priority} and {deadline_s}"
+            )
         connection = self._attached()
         if connection is None or not chains:
             return Prefetching()

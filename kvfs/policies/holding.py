@@ -97,10 +97,10 @@ class Holding(Generic[E]):
             self._order.remove(entry)
 
     def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
-        """See `Policy`."""
+        """See `Policy`. Asked again: that leased bytes stay must not depend on a policy, which may be a user's."""
         if self.is_grouped is not None:
-            return self._with_group(may_go, self.is_grouped)
-        return self._ungrouped(may_go)
+            return filter(may_go, self._with_group(may_go, self.is_grouped))
+        return filter(may_go, self._ungrouped(may_go))
 
     def _ungrouped(self, may_go: Callable[[E], bool]) -> Iterator[E]:
         if not self._unreachable:

@@ -41,10 +41,17 @@ def maker(name: str) -> Callable[[Clock], Policy[Any]]:
         raise UsageError(f"there is no policy {name!r}: it must be one of {', '.join(NAMES)}, or package.module:Class")
     try:
         made = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever a user's module raises, it is his mistake
         raise UsageError(f"policy {name!r} cannot be imported: {error}") from error
     missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
     if not callable(made) or missing:
         raise UsageError(f"{name!r} is no policy: it has no {' and no '.join(missing)} (see kvfs.policies.base.Policy)")
-    found: Callable[[Clock], Policy[Any]] = made
-    return found
+
+    def make(clock: Clock) -> Policy[Any]:
+        try:
+            policy: Policy[Any] = made(clock)
+        except Exception as error:
+            raise UsageError(f"policy {name!r} cannot be made: {error}") from error
+        return policy
+
+    return make

@@ -439,8 +439,10 @@ def test_a_users_class_is_imported_and_given_the_clock() -> None:
         ("no.such.module:Policy", "cannot be imported"),
         ("kvfs.policies.lru:Nothing", "cannot be imported"),
         ("collections:OrderedDict", "has no insert and no touch"),
+        ("../no/module:Policy", "cannot be imported"),
+        ("kvfs.policies.base:Policy", "cannot be made"),
     ],
 )
 def test_a_policy_that_there_is_not(name: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        maker(name)
+        maker(name)(Time())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import trio
 
 from kvfs.catalog import ChunkTable
 from kvfs.config import POLICIES
@@ -16,6 +17,7 @@ from kvfs.pins import FOREVER
 from kvfs.policies.named import NAMES
 from kvfs.store import Store
 from kvfs.testing import (
+    DEADLINE_S,
     chain_of,
     new_chunks,
     open_table,
@@ -27,6 +29,16 @@ from kvfs.testing import (
 )
 
 STORED, EXISTS, REFUSED = StoreStatus.STORED, StoreStatus.EXISTS, StoreStatus.REFUSED
+_CARELESS = """
+from kvfs.policies.lru import LeafFirstLRU
+
+class Careless(LeafFirstLRU):
+    def __init__(self, clock):
+        super().__init__()
+
+    def victims(self, may_go):
+        return iter(list(self._order))
+"""
 MIB = sized_namespace(1 << 20)
 """Chunks of just under 1 MiB: eight fill a RAM tier of 8 MiB."""
 
@@ -79,6 +91,27 @@ async def test_leases_pins_and_bytes_hold_under_every_policy(policy: str, nvme: 
             assert raw[geo.header_bytes :][: geo.payload_bytes] == payload_of((await store.facts(chunk)).chain, geo)
             store.release(chunk)
         store.release_all(held)
+
+
+@pytest.mark.parametrize("nvme", [None, 8 << 20])
+async def test_leased_bytes_stay_whatever_a_policy_says(
+    nvme: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's class that does not ask who may go costs stores, and nobody's bytes."""
+    tmp_path.joinpath("careless_policy.py").write_text(_CARELESS)
+    monkeypatch.syspath_prepend(tmp_path)
+    async with open_table(tmp_path, MIB, policy="careless_policy:Careless", nvme=nvme) as (store, table):
+        chain = chain_of(MIB, 8)
+        assert await store_prompt(store, table, chain) == [STORED] * 8
+        held = store.match(table, chain.keys)
+        assert await store.flush()
+        with trio.fail_after(DEADLINE_S):
+            await store_prompt(store, table, chain_of(MIB, 3, 1))
+        assert [table.chunks.get(chunk.key) for chunk in held] == held
+        for chunk in held:
+            assert len(await read_all(store, chunk)) == chunk.length
+        store.release_all(held)
+        assert await store_prompt(store, table, chain_of(MIB, 3, 2)) == [STORED] * 3
 
 
 async def test_uses_survive_an_eviction(tmp_path: Path) -> None:

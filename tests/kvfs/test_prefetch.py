@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ import trio
 
 from kvfs import prefetch
 from kvfs.catalog import Chunk, ChunkTable
+from kvfs.client import Client
+from kvfs.errors import UsageError
 from kvfs.keys import KeyChain
 from kvfs.messages import Tier
 from kvfs.store import Store
@@ -182,3 +185,12 @@ async def test_cancelled_orders_do_not_pile_up(tmp_path: Path) -> None:
         assert store._prefetcher is not None
         assert len(store._prefetcher._orders) <= 2 * prefetch._ORDERS
         store.release_all(held)
+
+
+@pytest.mark.parametrize(
+    ("priority", "deadline_s"), [(-1, 1.0), (101, 1.0), (0, -1.0), (0, math.nan), (0, math.inf), (0, 1e30)]
+)
+def test_a_prefetch_that_cannot_be_asked_for(tmp_path: Path, priority: int, deadline_s: float) -> None:
+    """It is refused before it is sent: the daemon would end the session."""
+    with Client(tmp_path, MIB) as client, pytest.raises(UsageError, match="a priority of 0 to 100"):
+        client.prefetch(chain_of(MIB, 1).chains, priority=priority, deadline_s=deadline_s)
