@@ -93,7 +93,7 @@ async def test_leases_pins_and_bytes_hold_under_every_policy(policy: str, nvme: 
         store.release_all(held)
 
 
-@pytest.mark.parametrize("nvme", [None, 8 << 20])
+@pytest.mark.parametrize("nvme", [None, 9 << 20])
 async def test_leased_bytes_stay_whatever_a_policy_says(
     nvme: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
