@@ -6,7 +6,8 @@ one used longest ago, so that before anything is learned this is leaf-first LRU.
 
 Concurrency: none of this waits. A use costs what it costs to find the entry; a victim a few microseconds, since the
 lowest leaves are sought `_AHEAD` at a time, and what becomes a leaf meanwhile is sorted in. The index is made anew
-after `_REBUILD_EVERY` uses, but not within `_REBUILD_S` seconds: a pause that does not grow with the tier.
+after `_REBUILD_EVERY` uses, but not within `_REBUILD_S` seconds, a step with each of the next uses: no call takes a
+millisecond, however large the tier is (a million entries: 0.9 ms at most; 6.7 when the index was made at once).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from math import inf
 from typing import Generic
 
 from kvfs.policies.base import Clock, E, mark_of
-from kvfs.policies.leaves import Forest, Leaves, Node
+from kvfs.policies.leaves import PART_MASK, Forest, Leaves, Node
 from kvfs.policies.reuse import EDGES, NUM_SPANS, Reuse
 
 _TICK_S = 0.25  # uses within one count as simultaneous
@@ -30,6 +31,8 @@ _SEEK_EVERY_S = 1.0
 _BY_USES = (0, 1, 2, 2, 3)  # the group for 0, 1, 2, 3, and more uses after the first
 _NUM_BY_USES = 4
 _NUM_TABLES = 8  # namespaces with groups of their own; all others share the first
+
+_DONE = object()
 
 _Ranked = tuple[float, float, int, Node[E]]  # value, last use, a number that makes it unique, and who
 
@@ -45,17 +48,17 @@ class Learned(Generic[E]):
         self._worth = [worth[group // _NUM_BY_USES % len(worth)] for group in range(num_groups)]
         self._tables: dict[Hashable, int] = {}  # namespace -> its first group
         self._forest: Forest[E] = Forest()
-        self._nodes = self._forest.nodes
         self._leaves: list[Leaves[E]] = [Leaves() for _ in range(num_groups)]
         self._reuse = Reuse(num_groups)
         self._num_uses = 0
         self._rebuilt_at = -inf
+        self._rebuilding: Iterator[None] | None = None
         self._lowest: list[_Ranked[E]] = []  # the first of `_in_order`, and what became a leaf since
         self._sought_at = self._bound = -inf  # when they were sought, and the highest value among them then
         self._numbers = count()
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._forest)
 
     def _now(self) -> float:
         return self._clock() // _TICK_S * _TICK_S
@@ -94,9 +97,9 @@ class Learned(Generic[E]):
             return
         now = self._now()
         first = self._first_group(prefix[0].table)
-        nodes, reuse, weigh = self._nodes, self._reuse, self._weigh
+        parts, reuse, weigh = self._forest.parts, self._reuse, self._weigh
         for entry in prefix:
-            node = nodes.get(entry)
+            node = parts[hash(entry) & PART_MASK].get(entry)
             if node is None:
                 continue
             uses = entry.hits + entry.returns  # as in `_group`; a call costs as much as all the rest
@@ -119,9 +122,9 @@ class Learned(Generic[E]):
     def built_on(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""
         now = self._now()
-        nodes, reuse = self._nodes, self._reuse
+        parts, reuse = self._forest.parts, self._reuse
         for entry in prefix:
-            node = nodes.get(entry)
+            node = parts[hash(entry) & PART_MASK].get(entry)
             if node is None:
                 continue
             if node.watched is not None:
@@ -141,7 +144,7 @@ class Learned(Generic[E]):
 
     def remove(self, entry: E) -> None:
         """See `Policy`."""
-        node = self._nodes.get(entry)
+        node = self._forest.get(entry)
         if node is None:
             return
         now = self._now()
@@ -167,11 +170,14 @@ class Learned(Generic[E]):
 
     def _count_use(self, now: float) -> None:
         self._num_uses += 1
-        if self._num_uses >= _REBUILD_EVERY and now - self._rebuilt_at >= _REBUILD_S:
+        if self._rebuilding is not None:
+            if next(self._rebuilding, _DONE) is _DONE:
+                self._rebuilding = None
+                self._forget_lowest()
+        elif self._num_uses >= _REBUILD_EVERY and now - self._rebuilt_at >= _REBUILD_S:
             self._num_uses = 0
             self._rebuilt_at = now
-            self._reuse.rebuild(now)
-            self._forget_lowest()
+            self._rebuilding = self._reuse.rebuild(now)
 
     # who goes
 

@@ -13,6 +13,8 @@ from kvfs.policies.base import E
 from kvfs.policies.reuse import Watched
 
 _Place = tuple[Hashable, bytes, int]
+_NUM_PARTS = 256
+PART_MASK = _NUM_PARTS - 1
 
 
 class Node(Generic[E]):
@@ -39,13 +41,23 @@ class Node(Generic[E]):
 class Forest(Generic[E]):
     """The nodes of a tier, by entry.
 
-    Invariants: `num_below` of a node is the number of nodes in `nodes` whose `above` it is. `_absent` holds the nodes
+    Attributes: parts: the nodes, those of an entry in part `hash(entry) & PART_MASK`. One dict of a million has to move
+        them all when it grows, and nothing else happens for 34 ms.
+
+    Invariants: `num_below` of a node is the number of nodes in `parts` whose `above` it is. `_absent` holds the nodes
     without an entry that have something below them, by namespace, key and position (so that no forged chain is a circle).
     """
 
     def __init__(self) -> None:
-        self.nodes: dict[E, Node[E]] = {}
+        self.parts: tuple[dict[E, Node[E]], ...] = tuple({} for _ in range(_NUM_PARTS))
         self._absent: dict[_Place, Node[E]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def get(self, entry: E) -> Node[E] | None:
+        """The node of an entry, if it is in the tier."""
+        return self.parts[hash(entry) & PART_MASK].get(entry)
 
     def add(self, entry: E) -> Node[E]:
         """A node for a new entry."""
@@ -55,7 +67,7 @@ class Forest(Generic[E]):
         node.entry = entry
         if entry.position:
             above = entry.above()
-            parent = self.nodes.get(above) if above is not None else None
+            parent = self.parts[hash(above) & PART_MASK].get(above) if above is not None else None
             if parent is None:
                 place = (entry.table, entry.parent, entry.position - 1)
                 parent = self._absent.get(place)
@@ -63,12 +75,12 @@ class Forest(Generic[E]):
                     parent = self._absent[place] = Node()
             parent.num_below += 1
             node.above = parent
-        self.nodes[entry] = node
+        self.parts[hash(entry) & PART_MASK][entry] = node
         return node
 
     def discard(self, entry: E) -> Node[E] | None:
         """Take an entry out; returns the node that it was built on, if that is an entry and a leaf now."""
-        node = self.nodes.pop(entry)
+        node = self.parts[hash(entry) & PART_MASK].pop(entry)
         above = node.above
         node.entry = node.above = node.watched = None
         if node.num_below:

@@ -13,6 +13,7 @@ of .1503 and .2212 with `_MAX_WATCHED`.)
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from math import inf
 
 from kvfs.policies.base import Mark
@@ -21,7 +22,8 @@ NUM_SPANS = 18
 EDGES = (0.0, *(2.0**power for power in range(NUM_SPANS - 1)))
 """Where each span of ages begins, in seconds: 0, 1, 2, 4, … 65536; the last is open."""
 _WIDTHS = (1.0, *EDGES[1:])  # of the open one: as long as it took to get there
-_MAX_WATCHED = 4096  # a rebuild takes 1.5 ms then
+_MAX_WATCHED = 4096  # to look at all of them takes 3 ms then, most of it waiting for memory
+_STEP = 512
 _GHOSTS = 4  # times what is in the tier
 _PRIOR = 200.0  # entries' worth of evidence that a group is like all others together
 _HALF_LIFE_S = 3600.0
@@ -113,20 +115,25 @@ class Reuse:
             for row in table:
                 row[:] = [count / 2 for count in row]
 
-    def rebuild(self, now: float) -> None:
-        """Make the index anew from what was learned until now."""
+    def rebuild(self, now: float) -> Iterator[None]:
+        """Make the index anew from what was learned until now, in short steps: the last one does it."""
         if now - self._halved_at >= _HALF_LIFE_S:
             if self._halved_at != -inf:
                 self._halve()
             self._halved_at = now
+        watched = [*self._here.values(), *self._gone.values()]
+        waiting: Counter[int] = Counter()
+        for first in range(0, len(watched), _STEP):
+            waiting.update(
+                [
+                    one.group << 8
+                    | (int(now - one.last).bit_length() if one.last < now else 0)  # used since the first step
+                    for one in watched[first : first + _STEP]
+                    if one.is_watched
+                ]
+            )
+            yield
         censored = [row.copy() for row in self._forgotten]
-        waiting = Counter(
-            [
-                watched.group << 8 | int(now - watched.last).bit_length()
-                for kept in (self._here, self._gone)
-                for watched in kept.values()
-            ]
-        )
         for code, number in waiting.items():
             censored[code >> 8][min(code & 0xFF, NUM_SPANS - 1)] += number
         all_used = [sum(column) for column in zip(*self._used, strict=True)]

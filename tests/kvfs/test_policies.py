@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -338,7 +339,7 @@ def test_the_learned_victim_has_the_least_value() -> None:
         assert any(any(row) for row in policy._reuse.index), "nothing was learned"
         for _ in range(60):
             time.now += 3.0  # so that the lowest are sought anew
-            leaves = [node for node in policy._nodes.values() if not node.num_below]
+            leaves = [node for part in policy._forest.parts for node in part.values() if not node.num_below]
             victim = next(policy.victims(everything))
             values = {node.entry: policy._value(node.group, policy._now() - node.last) for node in leaves}
             assert values[victim] == min(values.values())
@@ -373,7 +374,7 @@ def test_reuse_learns_what_is_used_again_and_when() -> None:
         for group in (0, 1):
             reuse.left((0, (2 * number + group).to_bytes(16, "little")), now + 10)
         now += 1
-    reuse.rebuild(now + 100)
+    deque(reuse.rebuild(now + 100), maxlen=0)
     young, at_10 = reuse.index[0][0], reuse.index[0][span_of(10)]
     assert at_10 > young > 5 * max(reuse.index[1][:4])
     assert reuse.index[0][span_of(40)] < at_10 / 4
