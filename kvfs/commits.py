@@ -78,6 +78,10 @@ class Commits:
         """What was admitted to NVMe today. Goes with the next transaction, whenever that is."""
         self._round.batch.spent = spent
 
+    def learnt(self, tier: str, learnt: bytes) -> None:
+        """What the policy of a tier has learned. Goes with the next transaction, whenever that is."""
+        self._round.batch.learnt[tier] = learnt
+
     def spent_before(self) -> Spent | None:
         """What the index says of that; None if nothing was."""
         return self._index.spent()
@@ -162,4 +166,5 @@ class Commits:
         batch.pins = failed.batch.pins | batch.pins
         batch.limits = failed.batch.limits | batch.limits
         batch.spent = batch.spent or failed.batch.spent
+        batch.learnt = failed.batch.learnt | batch.learnt
         self._round.extents[:0] = failed.extents

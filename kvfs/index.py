@@ -49,6 +49,7 @@ CREATE TABLE IF NOT EXISTS limits (namespace INTEGER PRIMARY KEY, quota_bytes IN
 SET_ASIDE = FILE_NAME + ".set-aside"
 _UNCLAIMED = "unclaimed"
 _SPENT = "spent"
+_LEARNT = "learnt by the policy of "
 _EXTENT = struct.Struct("<QQ")
 _NAMESPACES = "SELECT number, directory, document, created_ns FROM namespaces"
 _CHUNKS = (
@@ -123,6 +124,7 @@ class Batch:
     pins: dict[tuple[int, bytes], int | None] = field(default_factory=dict)
     limits: dict[int, LimitRow] = field(default_factory=dict)
     spent: Spent | None = None
+    learnt: dict[str, bytes] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__slots__)
@@ -213,6 +215,13 @@ class Index:
             if batch.spent is not None:
                 packed = _EXTENT.pack(batch.spent.day, batch.spent.num_bytes)
                 connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (_SPENT, packed))
+            learnt = [(_LEARNT + tier, value) for tier, value in batch.learnt.items()]
+            connection.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", learnt)
+
+    def learnt(self, tier: str) -> bytes | None:
+        """What the policy of a tier had learned when it was last asked; None if nothing is known of it."""
+        row = self._connection.execute("SELECT value FROM facts WHERE name = ?", (_LEARNT + tier,)).fetchone()
+        return row[0] if row is not None and isinstance(row[0], bytes) else None
 
     def spent(self) -> Spent | None:
         """What was admitted to NVMe, on the last day on which something was; None if nothing is known of it."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import trio
 
+from kvfs import remembering
 from kvfs.arena import Arena
 from kvfs.commits import Commits
 from kvfs.config import MIN_TIER_BYTES, Settings, format_size
@@ -129,13 +130,17 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
         residency = Residency(ram, nvme, commits, counters, events, system)
         if index is not None and nvme is not None and commits is not None and documents is not None:
             with _told(f"the documents of the namespaces in {documents.path}"):
-                nvme.extents = await trio.to_thread.run_sync(recover, residency, nvme, commits, index, documents)
+                nvme.extents = await trio.to_thread.run_sync(
+                    recover, residency, nvme, commits, index, documents, system.time_ns()
+                )
             commits.use(nvme.extents.free)
             _tell_of_unclaimed(nvme)
         async with trio.open_nursery() as nursery:
             store = Store(settings, system, residency, nursery, arena, volume)
             life = trio.CancelScope(shield=True)
             store.run_in(nursery, life)
+            if commits is not None:
+                nursery.start_soon(remembering.keep, residency, commits)
             try:
                 await residency.settle()  # rows that were dropped are gone before their extents are used
                 yield store
@@ -143,6 +148,8 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
                 with trio.CancelScope(shield=True):
                     if not await store.flush():
                         log.error("not everything could be written to NVMe; dirty chunks are lost")
+                    if commits is not None:
+                        await remembering.at_the_end(residency, commits)
                 life.cancel()
                 nursery.cancel_scope.cancel()
         if index is not None and nvme is not None:

@@ -24,6 +24,7 @@ from kvfs.index import ChunkRow, Index, LimitRow, NamespaceRow, PinRow
 from kvfs.keys import KEY_BYTES, Key
 from kvfs.namespace import Namespace
 from kvfs.pins import FOREVER
+from kvfs.remembering import recall
 from kvfs.residency import Residency
 from kvfs.tiers.nvme import NvmeTier, check_header
 from kvfs.unclaimed import PatientAllocator
@@ -36,9 +37,11 @@ _MAX_HEADERS = 16  # that are looked at to learn whose chunks a number names
 
 
 def recover(
-    residency: Residency, nvme: NvmeTier, commits: Commits, index: Index, documents: Documents
+    residency: Residency, nvme: NvmeTier, commits: Commits, index: Index, documents: Documents, now_ns: int
 ) -> ExtentAllocator:
     """Fill the catalog and the NVMe tier's policy; returns the allocator that knows the extents in use.
+
+    `now_ns` is the time since the epoch, by which chunks have an age.
 
     Raises OSError if the documents cannot be read.
     """
@@ -49,6 +52,7 @@ def recover(
         tables = _recover_tables(residency, commits, index.namespaces(), found)
         _find_lost_tables(residency, nvme, commits, rows, tables, found)
         _recover_limits(commits, index.limits(), tables)
+        recall(residency, index)
         chunks = list(_recover_chunks(residency, commits, rows, tables, nvme.volume.capacity))
         chunks.sort(key=attrgetter("nvme"))
         chunks = _resolve_overlaps(residency, nvme, chunks)
@@ -62,7 +66,7 @@ def recover(
         chunks.sort(key=lambda chunk: (needed_ns.get(chunk, chunk.last_used_ns), -chunk.position))
         _recover_pins(residency, commits, index.pins(), tables)
         for chunk in chunks:
-            nvme.policy.insert(chunk)
+            nvme.policy.recovered(chunk, (now_ns - needed_ns.get(chunk, chunk.last_used_ns)) / 1e9)
     finally:
         gc.enable()
     if chunks:

@@ -59,6 +59,7 @@ class Entry(Hashable, Protocol):
 
 
 E = TypeVar("E", bound=Entry)
+E_contra = TypeVar("E_contra", bound=Entry, contravariant=True)
 
 
 class Policy(Protocol, Generic[E]):
@@ -90,6 +91,19 @@ class Policy(Protocol, Generic[E]):
         """The entries that may go, each once, the first to go first; what is built on an entry goes before it."""
 
     def __len__(self) -> int: ...
+
+
+class Rememberer(Protocol, Generic[E_contra]):
+    """What a policy may have besides, to go on after a restart where it was."""
+
+    def recovered(self, entry: E_contra, age_s: float) -> None:
+        """Like `insert`, of an entry that was last used, or built on, so long ago. They come the oldest first."""
+
+    def learnt(self, name_of: Callable[[Hashable], str]) -> bytes:
+        """What was learned, for `recall`. Tables are written by their names."""
+
+    def recall(self, learnt: bytes, table_of: Callable[[str], Hashable | None]) -> None:
+        """Go on from that, before any entry came; what cannot be understood is forgotten, with a UsageError."""
 
 
 def mark_of(entry: Entry) -> Mark:

@@ -5,7 +5,7 @@ Looking for victims does not meet the former; the latter cannot be reached any m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Generic
 
@@ -64,6 +64,26 @@ class Holding(Generic[E]):
             self._held.add(entry)
         else:
             self._order.insert(entry)
+
+    def recovered(self, entry: E, age_s: float) -> None:
+        """See `Rememberer`; to a policy that is none it comes like any other."""
+        recovered = getattr(self._order, "recovered", None)
+        if recovered is None or (self.is_held is not None and self.is_held(entry)):
+            self.insert(entry)
+        else:
+            recovered(entry, age_s)
+
+    def learnt(self, name_of: Callable[[Hashable], str]) -> bytes | None:
+        """See `Rememberer`; None of a policy that is none."""
+        learnt = getattr(self._order, "learnt", None)
+        found: bytes | None = learnt(name_of) if learnt is not None else None
+        return found
+
+    def recall(self, learnt: bytes, table_of: Callable[[str], Hashable | None]) -> None:
+        """See `Rememberer`; nothing to a policy that is none."""
+        recall = getattr(self._order, "recall", None)
+        if recall is not None:
+            recall(learnt, table_of)
 
     def touch(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""

@@ -17,11 +17,15 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from math import inf
+from operator import itemgetter
 from typing import Generic
 
+import msgspec
+
+from kvfs.errors import UsageError
 from kvfs.policies.base import Clock, E, mark_of
 from kvfs.policies.leaves import PART_MASK, Forest, Leaves, Node
-from kvfs.policies.reuse import EDGES, NUM_SPANS, Reuse
+from kvfs.policies.reuse import EDGES, NUM_SPANS, Learnt, Reuse
 
 _TICK_S = 0.25  # uses within one count as simultaneous
 _REBUILD_EVERY = 100
@@ -35,6 +39,16 @@ _NUM_TABLES = 8  # namespaces with groups of their own; all others share the fir
 _DONE = object()
 
 _Ranked = tuple[float, float, int, Node[E]]  # value, last use, a number that makes it unique, and who
+
+
+_FORMAT = "kvfs-learned/1"
+
+
+class _Memory(msgspec.Struct, frozen=True):
+    format: str
+    groups_a_table: int
+    tables: dict[str, int]
+    reuse: Learnt
 
 
 class Learned(Generic[E]):
@@ -81,10 +95,18 @@ class Learned(Generic[E]):
     def insert(self, entry: E) -> None:
         """See `Policy`."""
         now = self._now()
+        self._came(entry, now, now)
+
+    def recovered(self, entry: E, age_s: float) -> None:
+        """See `Rememberer`."""
+        now = self._now()
+        self._came(entry, now, (now - max(0.0, age_s)) // _TICK_S * _TICK_S)
+
+    def _came(self, entry: E, now: float, last: float) -> None:
         node = self._forest.add(entry)
         node.group = self._group(entry, self._first_group(entry.table))
-        node.last = now
-        node.watched = self._reuse.came(mark_of(entry), node.group, now)
+        node.last = last
+        node.watched = self._reuse.came(mark_of(entry), node.group, last)
         above = node.above
         if above is not None and above.num_below == 1 and above.entry is not None:
             self._leaves[above.group].discard(above)
@@ -178,6 +200,32 @@ class Learned(Generic[E]):
             self._num_uses = 0
             self._rebuilt_at = now
             self._rebuilding = self._reuse.rebuild(now)
+
+    # over a restart
+
+    def learnt(self, name_of: Callable[[Hashable], str]) -> bytes:
+        """See `Rememberer`."""
+        tables = {table if isinstance(table, str) else name_of(table): first for table, first in self._tables.items()}
+        return msgspec.json.encode(_Memory(_FORMAT, self._groups_a_table, tables, self._reuse.learnt()))
+
+    def recall(self, learnt: bytes, table_of: Callable[[str], Hashable | None]) -> None:
+        """See `Rememberer`. Of a table that is gone its groups stay, for a namespace that comes."""
+        try:
+            memory = msgspec.json.decode(learnt, type=_Memory)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"what was learned cannot be understood: {error}") from error
+        firsts = sorted(memory.tables.values())
+        if (memory.format, memory.groups_a_table) != (_FORMAT, self._groups_a_table) or firsts != [
+            self._groups_a_table * (1 + number) for number in range(len(firsts))
+        ]:
+            raise UsageError("what was learned is of another policy, or another version of it")
+        self._reuse.recall(memory.reuse)
+        self._tables = {}
+        for name, first in sorted(memory.tables.items(), key=itemgetter(1)):
+            table = table_of(name)
+            self._tables[name if table is None else table] = first
+        for _ in self._reuse.rebuild(self._now()):
+            pass
 
     # who goes
 

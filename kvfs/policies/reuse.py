@@ -16,6 +16,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from math import inf
 
+import msgspec
+
+from kvfs.errors import UsageError
 from kvfs.policies.base import Mark
 
 NUM_SPANS = 18
@@ -24,6 +27,7 @@ EDGES = (0.0, *(2.0**power for power in range(NUM_SPANS - 1)))
 _WIDTHS = (1.0, *EDGES[1:])  # of the open one: as long as it took to get there
 _MAX_WATCHED = 4096  # to look at all of them takes 3 ms then, most of it waiting for memory
 _STEP = 512
+_MOST_MASK = 0xFFFF
 _GHOSTS = 4  # times what is in the tier
 _PRIOR = 200.0  # entries' worth of evidence that a group is like all others together
 _HALF_LIFE_S = 3600.0
@@ -32,6 +36,17 @@ _HALF_LIFE_S = 3600.0
 def span_of(age: float) -> int:
     """The span that an age lies in."""
     return min(int(age).bit_length(), NUM_SPANS - 1)
+
+
+class Learnt(msgspec.Struct, frozen=True):
+    """What was learned, for the next start: for each group and span, uses in the sample, and what was forgotten unused.
+
+    `part` is the share of all entries that was watched: one in `part + 1`.
+    """
+
+    used: list[list[float]]
+    forgotten: list[list[float]]
+    part: int
 
 
 class Watched:
@@ -114,6 +129,23 @@ class Reuse:
         for table in (self._used, self._forgotten):
             for row in table:
                 row[:] = [count / 2 for count in row]
+
+    def learnt(self) -> Learnt:
+        """See `Learnt`; what waits is not in it, the entries themselves come back with their ages."""
+        return Learnt([row.copy() for row in self._used], [row.copy() for row in self._forgotten], self._mask)
+
+    def recall(self, learnt: Learnt) -> None:
+        """Go on from there, before anything came. Raises UsageError for what is not of this many groups and spans."""
+        for table in (learnt.used, learnt.forgotten):
+            if len(table) != len(self._used) or any(len(row) != NUM_SPANS for row in table):
+                raise UsageError("what was learned is of other groups")
+            if not all(0 <= count < inf for row in table for count in row):
+                raise UsageError("what was learned is no counts")
+        if learnt.part < 0 or learnt.part & (learnt.part + 1):
+            raise UsageError("what was learned is of no such share")
+        self._used = [row.copy() for row in learnt.used]
+        self._forgotten = [row.copy() for row in learnt.forgotten]
+        self._mask = min(learnt.part, _MOST_MASK)
 
     def rebuild(self, now: float) -> Iterator[None]:
         """Make the index anew from what was learned until now, in short steps: the last one does it."""

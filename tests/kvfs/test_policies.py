@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -447,3 +448,65 @@ def test_a_users_class_is_imported_and_given_the_clock() -> None:
 def test_a_policy_that_there_is_not(name: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         maker(name)(Time())
+
+
+def test_what_was_learned_goes_on_after_a_restart() -> None:
+    """With the entries' ages: the same ones go, in the same order but for ties, and it goes on learning from there."""
+    _, before, time = play(Learned, 80, 7, 400)
+    assert isinstance(before, Learned)
+    deque(before._reuse.rebuild(time.now), maxlen=0)
+    before._forget_lowest()
+    before._rebuilding = None
+    there = list(before.victims(everything))
+    learnt = before.learnt(lambda table: str(id(table)))
+    time.now += 5.0
+    after: Learned[Item] = Learned(time)
+    tables = {str(id(entry.table)): entry.table for entry in there}
+    after.recall(learnt, tables.get)
+    assert any(any(row) for row in after._reuse.index)
+    holding: Holding[Item] = Holding(after)
+    ages = {entry: time.now - node.last for entry in there if (node := before._forest.get(entry)) is not None}
+    for entry in sorted(there, key=lambda entry: (-ages[entry], -entry.position)):
+        holding.recovered(entry, ages[entry])
+    assert after._reuse._used == before._reuse._used
+    for entry in there:
+        old, new = before._forest.get(entry), after._forest.get(entry)
+        assert old is not None
+        assert new is not None
+        assert abs(old.last - new.last) <= 0.25
+    first = {entry: place for place, entry in enumerate(there)}
+    half = [first[entry] for entry in islice(holding.victims(everything), len(there) // 2)]
+    assert sum(half) / len(half) < 0.35 * len(there), "what would have gone late goes early"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: b"",
+        lambda raw: raw.replace(b"kvfs-learned/1", b"kvfs-learned/2"),
+        lambda raw: raw.replace(b'"part":0', b'"part":2'),
+        lambda raw: raw.replace(b'"used":[[', b'"used":[[1.0],['),
+        lambda raw: raw.replace(b'"used":[[0.0', b'"used":[[-1.0'),
+        lambda raw: raw.replace(b'"tables":{"t":4}', b'"tables":{"t":3}'),
+        lambda raw: raw.replace(b'"tables":{"t":4}', b'"tables":{"t":4000}'),
+    ],
+)
+def test_what_cannot_have_been_learned_is_forgotten(damage: Callable[[bytes], bytes]) -> None:
+    time, table = Time(), Table()
+    before: Learned[Item] = Learned(time)
+    before.insert(Item(table, 1, None))
+    raw = before.learnt(lambda _: "t")
+    assert damage(raw) != raw
+    after: Learned[Item] = Learned(time)
+    with pytest.raises(UsageError, match="what was learned"):
+        after.recall(damage(raw), {"t": table}.get)
+    after.insert(Item(table, 2, None))
+    assert len(list(after.victims(everything))) == 1
+
+
+def test_what_another_policy_learned_is_not_taken() -> None:
+    weighed: Any = maker("cost")(Time())
+    with pytest.raises(UsageError, match="of another policy"):
+        Learned(Time()).recall(weighed.learnt(str), {}.get)
+    assert Holding(LeafFirstLRU[Item]()).learnt(str) is None

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import trio
 
-from kvfs.catalog import ChunkTable
+from kvfs.catalog import Chunk, ChunkTable
 from kvfs.config import POLICIES
 from kvfs.errors import UsageError
+from kvfs.index import FILE_NAME
 from kvfs.keys import KeyChain
 from kvfs.messages import StoreStatus, Tier
 from kvfs.opening import open_store
 from kvfs.pins import FOREVER
+from kvfs.policies.learned import Learned
 from kvfs.policies.named import NAMES
 from kvfs.store import Store
+from kvfs.system import System
 from kvfs.testing import (
     DEADLINE_S,
     chain_of,
@@ -41,6 +46,19 @@ class Careless(LeafFirstLRU):
 """
 MIB = sized_namespace(1 << 20)
 """Chunks of just under 1 MiB: eight fill a RAM tier of 8 MiB."""
+
+
+class Later(System):
+    """A clock that can be put forward."""
+
+    def __init__(self) -> None:
+        self.later_s = 0.0
+
+    def time_ns(self) -> int:
+        return super().time_ns() + round(self.later_s * 1e9)
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.later_s
 
 
 async def store_prompt(store: Store, table: ChunkTable, chain: KeyChain) -> list[StoreStatus]:
@@ -161,3 +179,40 @@ async def test_a_policy_that_there_is_not_ends_the_start(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="cannot be imported"):
         async with open_store(settings_in(tmp_path, policy="no.such:Policy")):
             pass
+
+
+@pytest.mark.parametrize("damage", [None, b"", b'{"format":"kvfs-learned/9"}'])
+async def test_what_was_learned_is_there_after_a_restart(damage: bytes | None, tmp_path: Path) -> None:
+    """With the chunks and their ages; what cannot be understood is forgotten, and everything works all the same."""
+
+    def orders(store: Store) -> list[Learned[Chunk]]:
+        residency = store._residency
+        assert residency.nvme is not None
+        found = [residency.ram.policy._order, residency.nvme.policy._order]
+        assert all(isinstance(order, Learned) for order in found)
+        return found  # type: ignore[return-value]
+
+    system = Later()
+    async with open_table(tmp_path, MIB, system, policy="learned", nvme=20 << 20) as (store, table):
+        for seed in (1, 2, 1, 3, 1, 4, 1, 5, 6, 7, 1, 2, 8, 9, 1, 10):
+            await store_prompt(store, table, chain_of(MIB, 3, seed))
+            assert await store.flush()
+            system.later_s += 40.0
+        used = [order._reuse.learnt().used for order in orders(store)]
+        assert all(any(map(any, one)) for one in used)
+    if damage is not None:
+        with closing(sqlite3.connect(tmp_path / "nvme" / FILE_NAME)) as connection, connection:
+            connection.execute("UPDATE facts SET value = ? WHERE name LIKE 'learnt %'", (damage,))
+    async with open_table(tmp_path, MIB, system, policy="learned", nvme=20 << 20) as (store, table):
+        nvme = orders(store)[1]
+        if damage is None:
+            assert [order._reuse.learnt().used for order in orders(store)] == used
+            assert any(map(any, nvme._reuse.index))
+        else:
+            assert not any(map(any, nvme._reuse.learnt().used))
+        ages = [nvme._clock() - node.last for part in nvme._forest.parts for node in part.values()]
+        assert len(ages) == len(table.chunks) > 10
+        assert max(ages) > 200.0
+        await store_prompt(store, table, chain_of(MIB, 3, 1))
+    async with open_table(tmp_path, MIB, system, policy="arc", nvme=20 << 20) as (store, table):
+        await store_prompt(store, table, chain_of(MIB, 3, 11))
