@@ -6,7 +6,8 @@ algorithm is that of xxHash 0.8 for inputs above 240 bytes, with its default sec
 A kibibyte is a *block* of 16 stripes of 8 words. What its stripes add to the 8 accumulators is a plain sum, so all
 blocks of all pieces are summed at once, which is nearly all of the work. What happens between two blocks, the scramble,
 is not: it is a loop over the blocks of a piece, in which all pieces (the layers of all chunks of a load) go side by
-side, 8 words each. On a GPU that loop is made of small kernels, so few long pieces take as long as many.
+side, 8 words each. On a GPU that loop is made of small kernels, so few long pieces take as long as many. (On two cores of a
+CPU: 0.5 GB/s for 128 pieces of 1 MiB, beside 20 of xxhash, and 12 us a block however few pieces; there xxhash is the way.)
 
 All integers are unsigned 64-bit words in int64 tensors, which wrap around in the same way; `_shifted` shifts them as
 unsigned ones.
@@ -88,14 +89,16 @@ def _stripes(pieces: torch.Tensor, begin: int, num_stripes: int) -> torch.Tensor
     rows = pieces[:, begin : begin + num_stripes * _STRIPE_BYTES]
     is_whole = rows.stride(1) == 1 and rows.storage_offset() % 8 == 0 and rows.stride(0) % 8 == 0
     rows = rows if is_whole and rows.data_ptr() % 8 == 0 else rows.clone(memory_format=torch.contiguous_format)
-    return rows.view(torch.int64).unflatten(1, (num_stripes, 8))  # type: ignore[no-any-return, no-untyped-call]
+    words = rows.view(torch.int64)
+    return words.as_strided((len(words), num_stripes, 8), (words.stride(0), 8, 1), words.storage_offset())
 
 
 def _contributions(blocks: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """What each block [pieces, blocks, stripes, 8] adds to the accumulators: [pieces, blocks, 8]."""
     mixed = blocks ^ keys
     product = (mixed & 0xFFFFFFFF) * _shifted(mixed, 32)
-    return product.sum(2) + blocks.sum(2).unflatten(-1, (4, 2)).flip(-1).flatten(-2)
+    plain = blocks.sum(2)
+    return product.sum(2) + plain.view(*plain.shape[:2], 4, 2).flip(-1).view(plain.shape)
 
 
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -116,13 +119,13 @@ def _secret(begin: int, device: torch.device) -> torch.Tensor:
 
 
 def _finished(sums: Words, size: int) -> tuple[int, ...]:
-    result = np.full(len(sums), size * _PRIME64_1 & (1 << 64) - 1, dtype=np.uint64)
+    result: Words = np.full(len(sums), size * _PRIME64_1 & (1 << 64) - 1, dtype=np.uint64)
     secret = np.frombuffer(_SECRET, "<u8", 8, _END_SECRET_AT)
     for pair in range(0, 8, 2):
         result += _folded_product(sums[:, pair] ^ secret[pair], sums[:, pair + 1] ^ secret[pair + 1])
-    result ^= result >> np.uint64(37)
+    result = result ^ (result >> np.uint64(37))
     result *= np.uint64(_PRIME_AVALANCHE)
-    result ^= result >> np.uint64(32)
+    result = result ^ (result >> np.uint64(32))
     return tuple(map(int, result))
 
 
@@ -134,5 +137,5 @@ def _folded_product(one: Words, other: Words) -> Words:
     cross = (low_low >> half) + (high_low & low) + low_high
     upper = (high_low >> half) + (cross >> half) + high_high
     lower = (cross << half) | (low_low & low)
-    found: Words = upper ^ lower
-    return found
+    folded: Words = np.bitwise_xor(upper, lower, dtype=np.uint64)
+    return folded
