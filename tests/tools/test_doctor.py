@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvfs.arena import Arena
+from kvfs.testing import DEADLINE_S
 from kvfs.tools.doctor import gpu, machine, places
 from kvfs.tools.doctor.command import line
 from kvfs.tools.doctor.finding import Finding
@@ -54,7 +57,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     result = kvfs("doctor", tmp_path / "no" / "where", tmp_path / "file")
     assert result.returncode == 1
     assert f"NO  {tmp_path}/no/where" in result.stdout
-    assert "does not exist -> is the disk mounted?" in result.stdout
+    assert "does not exist, or is not to be seen by this user -> is the disk mounted?" in result.stdout
     assert "it is not a directory" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("kvfs: cannot run here, 2 things missing: ")
     assert result.stderr == ""
@@ -89,9 +92,28 @@ def test_a_directory_in_memory() -> None:
     assert not unfit.is_needed
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_of_somebody_else() -> None:
-    assert any(finding.is_needed and not finding.is_ok for finding in places.findings("/etc"))
+AS_NOBODY = """
+import os, sys
+from kvfs.tools.doctor import machine, places
+import kvfs.mount.operations
+if os.geteuid() == 0:
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for finding in [*machine.findings(), *places.findings(sys.argv[1])]:
+    print(finding.is_needed and not finding.is_ok, finding.what)
+"""
+
+
+@pytest.mark.parametrize("name", ["", "below"])
+def test_a_directory_of_somebody_else(tmp_path: Path, name: str) -> None:
+    """One that may not be entered is said to be in the way, in one line."""
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o000)
+    closed.parent.chmod(0o755)
+    command = [sys.executable, "-c", AS_NOBODY, str(closed / name)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    closed.chmod(0o700)
+    assert result.returncode == 0, result.stderr
+    assert any(text.startswith("True ") for text in result.stdout.splitlines()), result.stdout
 
 
 def test_a_machine_without_fuse(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def _registration(driver: Driver) -> Finding:
 def gds(root: Path) -> Finding:
     """Whether files get to the GPU without passing through host memory, by gdscheck's word where it is installed."""
     name = "GPUDirect Storage"
-    if not (root / "run/udev").is_dir():
+    if not os.path.isdir(root / "run/udev"):
         return Finding(
             name,
             False,
@@ -71,7 +71,7 @@ def gds(root: Path) -> Finding:
         return Finding(
             name, False, "gdscheck -p supports no NVMe; kvikio copies through host memory", "see gdscheck -p"
         )
-    if (root / "proc/driver/nvidia-fs").is_dir():
+    if os.path.isdir(root / "proc/driver/nvidia-fs"):
         return Finding(name, True, "nvidia-fs is loaded; gdscheck, which would say more, is not installed")
     advice = (
         "load nvidia-fs, or on Linux 6.2 or later use P2PDMA (use_pci_p2pdma in cufile.json); gdscheck -p says more"

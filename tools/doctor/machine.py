@@ -134,7 +134,7 @@ def sockets() -> Finding:
     """Whether a daemon finds a place for its socket."""
     directory = Path(default_socket_directory())
     place = directory
-    while not place.exists() and place != place.parent:
+    while not os.path.exists(place) and place != place.parent:
         place = place.parent
     if os.access(place, os.W_OK | os.X_OK):
         return Finding("sockets", True, str(directory), is_needed=True)

@@ -43,12 +43,13 @@ def findings(place: str) -> Iterator[Finding]:
 
 def _of_directory(place: str) -> Iterator[Finding]:
     directory = Path(mountpoints.resolve(place))
-    if directory.exists() and not directory.is_dir():
+    if os.path.exists(directory) and not os.path.isdir(directory):
         yield Finding(place, False, "it is not a directory", "name the directory for the volume", is_needed=True)
         return
-    there = directory if directory.is_dir() else directory.parent  # kvfs makes the last directory
-    if not there.is_dir():
-        yield Finding(place, False, f"{there} does not exist", "is the disk mounted? mkdir it", is_needed=True)
+    there = directory if os.path.isdir(directory) else directory.parent  # kvfs makes the last directory
+    if not os.path.isdir(there):
+        what = f"{there} does not exist, or is not to be seen by this user"
+        yield Finding(place, False, what, "is the disk mounted? mkdir it", is_needed=True)
         return
     fstype = _fstype_of(there)
     why = _UNFIT.get(fstype, "FUSE: slow" if fstype.startswith("fuse") else "")
@@ -57,7 +58,7 @@ def _of_directory(place: str) -> Iterator[Finding]:
     yield _direct_io(place, there)
     stat = os.statvfs(there)
     free = (stat.f_bfree if os.geteuid() == 0 else stat.f_bavail) * stat.f_frsize
-    has_volume = (directory / "volume").exists()
+    has_volume = os.path.exists(directory / "volume")
     what = f"{format_size(free)} free{', and there is a volume already' if has_volume else ''}"
     is_ok = has_volume or free >= LITTLE_BYTES
     yield Finding(f"{place}: room", is_ok, what, "" if is_ok else "a volume wants more; its size is --nvme DIR:SIZE")
