@@ -3,12 +3,13 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest -q
 
-.PHONY: help setup demo demo-vllm test test-heavy test-vllm check lint format bench bench-vllm torture soak clean
+.PHONY: help setup demo demo-vllm test test-heavy test-device test-vllm check lint format bench bench-vllm torture soak clean
 
 help:
 	@echo 'make demo    run a prompt cold, warm, after a restart and after its eviction, on a real mount'
 	@echo 'make test    the tests, real mounts included'
 	@echo 'make test-heavy  the rest of the tests: what takes long, and further variants'
+	@echo 'make test-device  the code for GPUs: the real kvikio on a libcuda of our own, and on the GPU if there is one'
 	@echo 'make demo-vllm  a prompt through two vLLM servers, one after the other (3.5 GB to set up the first time)'
 	@echo 'make test-vllm  the tests with a real vLLM, in an environment of its own'
 	@echo 'make check   before a change lands: lint, types, layers, and the tests of make test; .ci/run does more'
@@ -31,6 +32,10 @@ test: setup
 
 test-heavy: setup
 	$(PYTEST) -m heavy
+
+test-device: setup
+	tools/bootstrap_kvikio.sh
+	$(PYTEST) -m 'fakecuda or gpu'
 
 demo-vllm:
 	@tools/bootstrap.sh demo

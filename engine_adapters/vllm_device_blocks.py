@@ -6,13 +6,15 @@ one copy back. Two slabs take turns, so that the host fills one while the other 
 The code is the same for tensors on the host (stream and events are absent then), which is how its gather and scatter are
 tested where there is no GPU; streams and pinned memory are tested where there is one (mark `gpu`).
 
-Concurrency: reading and writing may be done by two threads at the same time; each has its own slabs and stream.
+Concurrency: reading and writing may be done at the same time; each has its own slabs and stream. Of several threads that
+write (loads that a step waits for, and those that it does not) one fills a slab and queues its copy before the next does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,16 +65,17 @@ class DeviceBlocks:
         if not pieces:
             return
         size = sum(len(raw) for _, raw in pieces)
-        slab = lane.next_slab(size)
-        offset = 0
-        for _, raw in pieces:
-            slab.host_bytes[offset : offset + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
-            offset += len(raw)
-        with lane.current():
-            slab.device[:size].copy_(slab.host[:size], non_blocking=True)
-            blocks = slab.device[:size].view(view.dtype).view(-1, *view.shape[1:])
-            view.index_copy_(0, self._ids(pieces), blocks)
-            slab.used(lane.stream)
+        with lane.lock:
+            slab = lane.next_slab(size)
+            offset = 0
+            for _, raw in pieces:
+                slab.host_bytes[offset : offset + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
+                offset += len(raw)
+            with lane.current():
+                slab.device[:size].copy_(slab.host[:size], non_blocking=True)
+                blocks = slab.device[:size].view(view.dtype).view(-1, *view.shape[1:])
+                view.index_copy_(0, self._ids(pieces), blocks)
+                slab.used(lane.stream)
 
     def read(self, layer: int, pieces: Sequence[Piece]) -> None:
         """See KvBlocks."""
@@ -80,17 +83,18 @@ class DeviceBlocks:
         if not pieces:
             return
         size = sum(len(raw) for _, raw in pieces)
-        slab = lane.next_slab(size)
-        with lane.current():
-            blocks = slab.device[:size].view(view.dtype).view(-1, *view.shape[1:])
-            torch.index_select(view, 0, self._ids(pieces), out=blocks)
-            slab.host[:size].copy_(slab.device[:size], non_blocking=True)
-            slab.used(lane.stream)
-        slab.wait()
-        offset = 0
-        for _, raw in pieces:
-            np.frombuffer(raw, dtype=np.uint8)[...] = slab.host_bytes[offset : offset + len(raw)]
-            offset += len(raw)
+        with lane.lock:
+            slab = lane.next_slab(size)
+            with lane.current():
+                blocks = slab.device[:size].view(view.dtype).view(-1, *view.shape[1:])
+                torch.index_select(view, 0, self._ids(pieces), out=blocks)
+                slab.host[:size].copy_(slab.device[:size], non_blocking=True)
+                slab.used(lane.stream)
+            slab.wait()
+            offset = 0
+            for _, raw in pieces:
+                np.frombuffer(raw, dtype=np.uint8)[...] = slab.host_bytes[offset : offset + len(raw)]
+                offset += len(raw)
 
     def written(self, layer: int) -> Any:
         """See KvBlocks."""
@@ -133,10 +137,16 @@ class _Slab:
 
 
 class _Lane:
-    """A stream with slabs that take turns. Attributes: stream: None where there is no GPU."""
+    """A stream with slabs that take turns.
+
+    Attributes:
+        stream: None where there is no GPU.
+        lock: held from `next_slab` until what is done with the slab is queued.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.lock = threading.Lock()
         self.stream: Any = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -40,7 +40,8 @@ def test_links_are_relative(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["kvfs", "kvfs.client", "kvfs.config", "kvfs.engine_adapters", "kvfs.tools.commands"]
+    "package",
+    ["kvfs", "kvfs.client", "kvfs.config", "kvfs.engine_adapters", "kvfs.device.reader", "kvfs.tools.commands"],
 )
 def test_imports_are_light(package: str) -> None:
     """The store, its client and the command line need no numeric library."""

@@ -86,6 +86,7 @@ COMMANDS = {
     "unpin": ("pin", "unpin", "UNPIN_EXAMPLES"),
     "quota": ("quota", "quota", "EXAMPLES"),
     "verify": ("verify", "verify", "EXAMPLES"),
+    "doctor": ("doctor.command", "doctor", "EXAMPLES"),
     "config": ("config", "show_settings", "EXAMPLES"),
     "format": ("format", "make_volume", "EXAMPLES"),
     "fsck": ("fsck", "fsck", "EXAMPLES"),

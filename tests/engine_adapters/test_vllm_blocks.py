@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -128,6 +129,26 @@ def test_what_is_not_known_is_refused() -> None:
         order_of("CNHBL", 2)
     with pytest.raises(UsageError, match="blocks, heads, tokens, content"):
         block_view(torch.zeros(2, BLOCKS, 3), BLOCKS, BlockOrder.HEADS_FIRST)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_threads_that_write_do_not_mix(form: str) -> None:
+    """Loads that a step waits for run beside those that it does not: each block holds what its own thread wrote."""
+    blocks, num_threads = 64, 8
+    target = kv_tensors("LBNHC", blocks=blocks, heads=16, tokens=64)
+    here = FORMS[form](views_of(target, "LBNHC", blocks))
+    share = blocks // num_threads
+    size = here.block_bytes(0) * share
+
+    def write(thread: int) -> None:
+        ids = list(range(thread * share, (thread + 1) * share))
+        raw = memoryview(bytes([thread + 1]) * size)
+        for _ in range(100):
+            here.write(0, [(ids, raw)])
+            assert read(here, 0, ids) == raw
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(write, range(num_threads)))
 
 
 @pytest.mark.gpu

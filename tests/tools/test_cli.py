@@ -221,7 +221,7 @@ EMPTY = [
     ["pin", "/m", "", "--for=2h"], ["unpin", "/m", ""], ["quota", "/m", "", "5GiB"], ["quota", "/m", "x", ""],
     ["verify", ""], ["verify", "/m", ""], ["export", "/m", "", "/x"], ["export", "/m", "x", ""], ["import", "/m", ""],
     ["mount", ""], ["umount", ""], ["status", ""], ["config", ""], ["format", "", "1GiB"], ["fsck", ""],
-    ["destroy", "", "--yes"], ["bench", "--dir", ""], ["simulate", "", "--ram", "5%"],
+    ["destroy", "", "--yes"], ["bench", "--dir", ""], ["simulate", "", "--ram", "5%"], ["doctor", ""],
 ]  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""`kvfs doctor`: what of kvfs this machine can do, and why not."""
