@@ -21,6 +21,7 @@ from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.chunk import Facts, geometry, parse_header, verify_payload
 from kvfs.cold_reads import ColdReads
 from kvfs.config import Settings
+from kvfs.documents import Document
 from kvfs.errors import CorruptChunk, UnavailableError, UsageError
 from kvfs.index import NamespaceRow
 from kvfs.intake import Handed, Reservation
@@ -126,8 +127,17 @@ class Store:
                 row = NamespaceRow(table.number, table.directory, document, table.created_ns)
                 self._residency.commits.add_namespace(row)
             self.events.append("namespace", namespace=table.directory)
+            self.remember(table)
         self._storing.check_sizes(table)
         return table
+
+    def remember(self, table: ChunkTable) -> None:
+        """Say in the arena what the chunks of a namespace are made of, for whoever takes it over."""
+        if self.arena.kept is not None:
+            try:
+                self.arena.kept.documents.write(Document(table.namespace, table.created_ns))
+            except OSError as error:  # its chunks in RAM are lost with the daemon, as those of a memfd are
+                log.warning("namespace %s could not be noted in the arena: %s", table.directory, error)
 
     def remove_namespace(self, table: ChunkTable) -> None:
         """Forget a namespace that holds no chunks and that nobody is attached to; nothing waits, see `settle`."""
@@ -138,6 +148,8 @@ class Store:
         self._residency.copied_in.is_over(table)
         self.limits.forget(table)
         self.events.append("namespace_removed", namespace=table.directory)
+        if self.arena.kept is not None:
+            self.arena.kept.documents.remove(table.directory)
         if self._residency.commits is not None:
             self._residency.commits.remove_namespace(table.number, table.directory)
 
@@ -279,6 +291,27 @@ class Store:
     def copying_is_over(self, table: ChunkTable) -> None:
         """Nothing more is copied to this namespace: what came is evicted like all else."""
         self._residency.copied_in.is_over(table)
+
+    def take_over(self, table: ChunkTable, facts: Facts, offset: int) -> Chunk:
+        """See `Storing`."""
+        return self._storing.take_over(table, facts, offset)
+
+    async def sync(self, tables: Iterable[ChunkTable]) -> None:
+        """Wait until all that is dirty now in these namespaces is clean, or gone. A RAM cache, and what admission keeps
+        from NVMe, has nothing to wait for. Raises UnavailableError while the device fails.
+        """
+        writer, nvme = self._writer, self._residency.nvme
+        if writer is None or nvme is None or not writer.num_dirty:
+            return
+        waiting = [chunk for table in tables for chunk in table.chunks.values() if chunk.is_dirty]
+        while waiting := [
+            chunk
+            for chunk in waiting
+            if chunk.is_dirty and not chunk.is_removed and not self._residency.is_kept_back(chunk)
+        ]:
+            if nvme.is_degraded:
+                raise UnavailableError("writing to NVMe fails: what is dirty stays in RAM, and is tried again")
+            await writer.progress()
 
     # removing
 
