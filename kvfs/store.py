@@ -297,13 +297,17 @@ class Store:
         return self._storing.take_over(table, facts, offset)
 
     async def sync(self, tables: Iterable[ChunkTable]) -> None:
-        """Wait until all that is dirty now in these namespaces is clean, or gone. A RAM cache, and what admission keeps
-        from NVMe, has nothing to wait for. Raises UnavailableError while the device fails.
+        """Wait until all that is dirty now in these namespaces is clean, or gone; see `sync_chunks`."""
+        if self._writer is not None and self._writer.num_dirty:
+            await self.sync_chunks([chunk for table in tables for chunk in table.chunks.values() if chunk.is_dirty])
+
+    async def sync_chunks(self, waiting: list[Chunk]) -> None:
+        """Wait until these chunks are clean, or gone. A RAM cache, and what admission keeps from NVMe, has nothing to
+        wait for. Raises UnavailableError while the device fails.
         """
         writer, nvme = self._writer, self._residency.nvme
-        if writer is None or nvme is None or not writer.num_dirty:
+        if writer is None or nvme is None:
             return
-        waiting = [chunk for table in tables for chunk in table.chunks.values() if chunk.is_dirty]
         while waiting := [
             chunk
             for chunk in waiting

@@ -143,7 +143,7 @@ def test_under_load(place: Place, seed: int) -> None:
         with place.start(ram=64 << 20, nvme=256 << 20) as daemon:
             wait_until(
                 lambda: {key for chain in stored for key in chain.keys} - removing <= daemon.keys(), "taken over"
-            )  # noqa: B023
+            )
             assert not gone & daemon.keys()
             assert daemon.keys() <= tried
             with place.client() as client:
