@@ -108,7 +108,7 @@ def _open_arena(settings: Settings, system: System, place: Path | None) -> Arena
         if kept is not None:
             return Arena.of(kept, windows)
     _check_memory(settings, system)
-    arena = Arena.create(
+    return Arena.create(
         settings.ram_bytes,
         huge_pages=settings.huge_pages == "auto",
         window_budget_bytes=windows,
@@ -116,10 +116,6 @@ def _open_arena(settings: Settings, system: System, place: Path | None) -> Arena
         place=place,
         facts=facts,
     )
-    if place is not None and arena.kept is None:
-        why = "huge_pages is never" if os.geteuid() == 0 and settings.huge_pages == "never" else "only root can keep it"
-        log.info("the RAM tier is a sealed memfd: it ends with this daemon, and no other can take it over (%s)", why)
-    return arena
 
 
 def _bind(kept: kept_places.Kept, volume: Volume | None) -> None:
@@ -207,8 +203,15 @@ async def open_store(
             try:
                 await residency.settle()  # rows that were dropped are gone before their extents are used
                 if takeover is not None:
+                    store.settle_taken_over = takeover.settle
                     nursery.start_soon(takeover.run)
                     is_taking_over = True
+                elif place is not None:
+                    is_never = os.geteuid() == 0 and settings.huge_pages == "never"
+                    why = "huge_pages is never" if is_never else "only root can keep it"
+                    log.info(
+                        "the RAM tier is a sealed memfd: it ends with this daemon, no other can take it over (%s)", why
+                    )
                 yield store
             finally:
                 with trio.CancelScope(shield=True):

@@ -10,7 +10,7 @@ consistent; after each `await` inside an `async` one the chunk may have been rem
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 import trio
 
@@ -52,6 +52,7 @@ class Store:
     """See the module.
 
     Attributes: settings, catalog, counters, events, arena, volume (None for a RAM cache), limits, staging.
+    settle_taken_over: returns when what was removed does not come back by a takeover.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Store:
         self.limits = Limits(residency, system)
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
+        self.settle_taken_over: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._used: set[Chunk] = set()
         self._last_number = 0  # of a namespace
         self._promoter: Promoter | None = None
@@ -328,6 +330,7 @@ class Store:
             if not chunk.is_removed:
                 self.counters.removals += 1
                 self._residency.discard(chunk, reason)
+        await self.settle_taken_over()
         await self._residency.settle_and_erase()
 
     # looking

@@ -2,7 +2,8 @@
 
 What the record of the arena (`kept`) says is only where to look. Before anything is allocated, all its extents count as
 used. Then, beside everything else, the headers are read, and the chunks verified the last used last, in
-threads at the speed of memory; each batch is made visible as it is proven. So a mount waits for none of it, whatever the
+threads at the speed of memory (4 GiB of 1 MiB chunks, two cores: 0.4 s after the store answers, which it does after
+0.36 s, as it does with 1 GiB); each batch is made visible as it is proven. So a mount waits for none of it, whatever the
 size of the arena; until its turn a chunk is a miss, or is loaded from NVMe, and its extent cannot be given to another.
 
 A chunk that the index knows, created at the same time, is clean: it gets its copy in RAM back, with the hits, last use and
@@ -33,7 +34,8 @@ from kvfs.config import format_size
 from kvfs.errors import CorruptChunk
 from kvfs.extents import ExtentAllocator
 from kvfs.kept import Record
-from kvfs.residency import Residency
+from kvfs.keys import Key
+from kvfs.residency import Change, Residency
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,11 @@ class Found:
     geometry: Geometry
     facts: Facts
     offset: int
+
+    @property
+    def name(self) -> tuple[str, Key]:
+        """Namespace and key."""
+        return self.table.directory, self.facts.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,10 @@ class Takeover:
         self._record = record
         self._admit = admit
         self._limiter = trio.CapacityLimiter(num_threads)
+        self._are_headers_read = trio.Event()
+        self._waiting: dict[tuple[str, Key], Found] = {}  # what is to be verified
+        self._built_on: dict[tuple[str, Key], list[Found]] = {}  # the same, by parent
+        self._removed: set[tuple[str, Key]] = set()  # since we began
         self._chunks: list[tuple[int, int]] = []
         self._reserved: list[tuple[int, int, int]] = []
 
@@ -92,6 +103,28 @@ class Takeover:
         ram.extents = ExtentAllocator(ram.memory.size_bytes, used=[entry[:2] for entry in entries])
         self._chunks = [(offset, length) for offset, length, pid in entries if not pid]
         self._reserved = [entry for entry in entries if entry[2]]
+        self._residency.observers.append(self._changed)
+
+    async def settle(self) -> None:
+        """Return when what was removed so far is out of the record too, though nobody had looked at it yet."""
+        await self._are_headers_read.wait()
+
+    def _changed(self, change: Change, chunk: Chunk, _: object) -> None:
+        if change == "removed" and not self.is_over.is_set():
+            self._drop((chunk.table.directory, chunk.key))
+
+    def _drop(self, name: tuple[str, Key]) -> None:
+        """What is removed while it waits, and what was built on it, must not come back, here or after another kill."""
+        names = [name]
+        while names:
+            name = names.pop()
+            if name in self._removed and name not in self._waiting:
+                continue
+            self._removed.add(name)
+            found = self._waiting.pop(name, None)
+            if found is not None:
+                self._record.clear(found.offset)
+            names += [(name[0], each.facts.key) for each in self._built_on.pop(name, ())]
 
     async def run(self) -> None:
         """Take over what is there; returns when everything was looked at and no writer is left, or `life` ends."""
@@ -104,6 +137,10 @@ class Takeover:
                     self.is_over.set()
         finally:
             self.is_over.set()
+            self._are_headers_read.set()
+            self._residency.observers.remove(self._changed)
+            for kept in (self._built_on, self._removed, self._waiting):
+                kept.clear()
 
     async def _await_writer(self, offset: int, length: int, pid: int) -> None:
         try:
@@ -135,6 +172,12 @@ class Takeover:
             else:
                 self._bad(each)
         found.sort(key=self._last_use)
+        for each in found:
+            self._waiting[each.name] = each
+            self._built_on.setdefault((each.table.directory, each.facts.parent), []).append(each)
+        for name in list(self._removed):
+            self._drop(name)
+        self._are_headers_read.set()
         batch: list[Found] = []
         size = 0
         for number, each in enumerate(found, 1):
@@ -207,8 +250,9 @@ class Takeover:
         """The chunk with these bytes, visible; None if it is in RAM already, or another of this key is stored."""
         known = found.table.chunks.get(found.facts.key)
         length = found.geometry.file_bytes
-        is_current = self._residency.catalog.tables.get(found.table.directory) is found.table
-        if not is_current or (
+        is_wanted = self._residency.catalog.tables.get(found.table.directory) is found.table
+        is_wanted &= self._waiting.pop(found.name, None) is found
+        if not is_wanted or (
             known is not None and (known.ram != NOWHERE or known.created_ns != found.facts.created_ns)
         ):
             self._give_back(found.offset, length)

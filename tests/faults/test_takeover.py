@@ -130,6 +130,29 @@ def test_what_was_removed_stays_away(place: Place) -> None:
         taken(daemon, set(stays.keys))
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_is_removed_while_it_waits_to_be_verified(place: Place, is_killed: bool) -> None:
+    """Clean chunks that are removed at the very start, before anybody looked at their copies in RAM, stay away."""
+    chain, rest = chain_of(MIB, 60), chain_of(MIB, 60, 1)
+    sizes = {"nvme": 256 << 20, "ram": 160 << 20}
+    with place.start(**sizes) as daemon, place.client(MIB) as client:
+        store(client, rest)
+        store(client, chain)
+        assert daemon.flush()
+        daemon.kill()
+    with place.start(**sizes) as daemon:
+        daemon.remove(chain.keys)
+        if is_killed:
+            daemon.kill()
+        else:
+            wait_until(lambda: daemon.statistics()["ram"]["num_chunks"] == 60, "the others are taken over")
+            assert daemon.keys() == set(rest.keys)
+            (place.path / kept.KEEP).touch()
+    with place.start(**sizes) as daemon:
+        wait_until(lambda: daemon.statistics()["ram"]["num_chunks"] == 60, "the others are taken over")
+        assert daemon.keys() == set(rest.keys)
+
+
 @pytest.mark.expect_log("does not answer, going on without it")
 @pytest.mark.parametrize("seed", range(3))
 def test_under_load(place: Place, seed: int) -> None:
