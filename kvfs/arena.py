@@ -4,10 +4,14 @@ Only the daemon writes the arena. It is prefaulted, in huge pages where the syst
 client more than half of its speed and direct reads into 4 KiB shared pages run at half the speed. Three forms, the
 best that works is taken:
 
-* ``tmpfs-huge``: a file of an own tmpfs with ``huge=always`` (root). The tmpfs is unmounted lazily as soon as it is
-  open, so that nothing is left over however the daemon ends.
+* ``tmpfs-huge``: a file of an own tmpfs in huge pages (root). With a place for it (`kept`) the tmpfs stays mounted there,
+  and the next daemon takes it over; without one it is unmounted lazily as soon as it is open, so that nothing is left over
+  however the daemon ends.
 * ``memfd-huge``: a sealed memfd with MADV_HUGEPAGE, where ``shmem_enabled`` is ``advise`` or ``always``.
 * ``memfd``: a sealed memfd in 4 KiB pages.
+
+A memfd has no name, so that it ends with its daemon and the last client that maps it: it cannot be taken over. (A file in
+/dev/shm could be, but not be sealed, would have small pages, and stay behind a daemon that was killed for good.)
 
 A window is handed out writable. The daemon never maps one but reads it by descriptor: a client that truncates its
 window gets a short read, not a SIGBUS in the daemon.
@@ -26,7 +30,9 @@ import tempfile
 import threading
 from pathlib import Path
 
+from kvfs import kept as kept_places
 from kvfs.chunk import align
+from kvfs.kept import Facts, Kept
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +53,21 @@ class Arena:
         size_bytes: of the arena; kind: which of the three forms it has.
         fd: read-write descriptor, the daemon's own; client_fd: read-only, to be handed out.
         view: the whole arena, writable.
+        kept: its place, if it has one that outlives the daemon; is_to_stay: it will be left there.
     """
 
     def __init__(
-        self, size_bytes: int, kind: str, fd: int, client_fd: int, directory_fd: int | None, window_budget_bytes: int
+        self,
+        size_bytes: int,
+        kind: str,
+        fd: int,
+        client_fd: int,
+        directory_fd: int | None,
+        window_budget_bytes: int,
+        kept: Kept | None = None,
     ) -> None:
+        self.kept = kept
+        self.is_to_stay = kept is not None and kept.is_taken_over
         self.size_bytes = size_bytes
         self.kind = kind
         self.fd = fd
@@ -64,18 +80,28 @@ class Arena:
 
     @classmethod
     def create(
-        cls, size_bytes: int, *, huge_pages: bool = True, window_budget_bytes: int = 0, is_shared: bool = False
+        cls,
+        size_bytes: int,
+        *,
+        huge_pages: bool = True,
+        window_budget_bytes: int = 0,
+        is_shared: bool = False,
+        place: Path | None = None,
+        facts: Facts | None = None,
     ) -> Arena:
         """Make and prefault an arena. Raises OSError (ENOMEM) if the memory is not there.
 
         `window_budget_bytes` bounds what all windows together may take. With `is_shared`, whoever is handed `fd` may
-        write to it.
+        write to it. In `place` it may outlive us, if it can; `facts` say whose it is then.
         """
         size_bytes = align(size_bytes)
         arena = None
         if huge_pages and os.geteuid() == 0:
             try:
-                arena = cls._on_tmpfs(size_bytes, window_budget_bytes)
+                if place is not None and facts is not None:
+                    arena = cls.of(kept_places.make(place, facts, window_budget_bytes), window_budget_bytes)
+                else:
+                    arena = cls._on_tmpfs(size_bytes, window_budget_bytes)
             except OSError as error:
                 log.warning("no tmpfs with huge pages for the arena (%s); taking a memfd", error)
         arena = arena or cls._on_memfd(size_bytes, huge_pages, window_budget_bytes)
@@ -86,6 +112,13 @@ class Arena:
             arena.close()
             raise
         return arena
+
+    @classmethod
+    def of(cls, kept: Kept, window_budget_bytes: int) -> Arena:
+        """The arena in a place of its own, that of an earlier daemon or a new one, which is not prefaulted yet."""
+        return cls(
+            kept.facts.size_bytes, "tmpfs-huge", kept.fd, kept.client_fd, kept.directory_fd, window_budget_bytes, kept
+        )
 
     @classmethod
     def _on_tmpfs(cls, size_bytes: int, window_budget_bytes: int) -> Arena:
@@ -156,13 +189,19 @@ class Arena:
         return fd
 
     def close(self) -> None:
-        """Give the memory back; views of it must be gone."""
+        """Give the memory back, or leave it in its place; views of it must be gone."""
         self.view.release()
         with contextlib.suppress(BufferError):  # a reader's view is still alive: the map goes with it
             self._map.close()
-        for fd in (self.fd, self.client_fd, self._directory_fd):
+        for fd in (self.fd, self.client_fd, self._directory_fd if self.kept is None else None):
             if fd is not None:
                 os.close(fd)
+        if self.kept is not None:
+            self.kept.close()
+            if self.is_to_stay:
+                self.kept.stays()
+            else:
+                kept_places.remove(self.kept.path)
 
 
 def _memfd(name: str, size_bytes: int) -> int:

@@ -169,15 +169,18 @@ class Connection:
 
     def has_ended(self) -> bool:
         """Whether nothing can be asked any more: it broke, or the daemon has closed it since the last answer."""
-        if not self.is_broken:
-            looking = select.poll()
-            try:
-                looking.register(self._socket, select.POLLRDHUP)
-            except ValueError:  # closed by another thread at this moment
-                return True
-            if looking.poll(0):
-                self.give_up()
+        if not self.is_broken and self.is_hung_up():
+            self.give_up()
         return self.is_broken
+
+    def is_hung_up(self) -> bool:
+        """Whether the daemon has closed it, or is gone, so that no lease is worth anything. One that broke here is not."""
+        looking = select.poll()
+        try:
+            looking.register(self._socket, select.POLLRDHUP)
+        except ValueError:  # closed by another thread at this moment
+            return True
+        return bool(looking.poll(0))
 
     # talking
 

@@ -90,6 +90,10 @@ class Load:
         """
         self._wait_for(index, layer + 1)
         geo, facts, view = self._header(index)
+        if self._connection is not None and self._connection.is_hung_up():
+            # The lease ended with the daemon, and the one after it may reuse the extent. It needs longer to start than the
+            # caller to copy a layer; `copy` needs no such hurry.
+            raise UnavailableError("the session has ended")
         begin, end = geo.layer_range(layer)
         found = view[begin:end]
         if checksum(found) != facts.checksums[layer]:

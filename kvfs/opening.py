@@ -6,15 +6,19 @@ Everything that an operator can mend is refused here in one sentence, before any
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import msgspec
 import trio
 
+from kvfs import kept as kept_places
 from kvfs import remembering
 from kvfs.arena import Arena
+from kvfs.chunk import align
 from kvfs.commits import Commits
 from kvfs.config import MIN_TIER_BYTES, Settings, format_size
 from kvfs.documents import Documents
@@ -28,6 +32,7 @@ from kvfs.residency import Residency
 from kvfs.scanning import has_chunks
 from kvfs.store import Store
 from kvfs.system import System
+from kvfs.takeover import Takeover
 from kvfs.tiers.nvme import NvmeTier
 from kvfs.tiers.ram import RamTier
 from kvfs.unclaimed import PatientAllocator
@@ -93,26 +98,79 @@ def _keep_what_is_left(index: Index, nvme: NvmeTier) -> None:
         log.warning("the index could not be written: %s", error)
 
 
+def _open_arena(settings: Settings, system: System, place: Path | None) -> Arena:
+    """The arena of the daemon before us, or a new one. Blocks."""
+    windows = settings.window_bytes * _MAX_WINDOWS
+    facts = None
+    if place is not None:
+        size = align(settings.ram_bytes)
+        facts = kept_places.facts_of(os.path.realpath(settings.mountpoint), size, settings.nvme_directory)
+        kept = kept_places.find(place, facts, windows)
+        if kept is not None:
+            return Arena.of(kept, windows)
+    _check_memory(settings, system)
+    return Arena.create(
+        settings.ram_bytes,
+        huge_pages=settings.huge_pages == "auto",
+        window_budget_bytes=windows,
+        is_shared=settings.access == "trusted",
+        place=place,
+        facts=facts,
+    )
+
+
+def _bind(kept: kept_places.Kept, volume: Volume | None) -> None:
+    """Let the arena belong to the volume; the chunks of another are forgotten. Raises OSError."""
+    identity = volume.identity.hex() if volume is not None else ""
+    found = kept_places.read_facts(kept.path)
+    if found is not None and found.volume != identity:
+        log.warning("the RAM tier of the daemon before this one belongs to another volume: it begins empty")
+        kept.forget_chunks()
+    kept.write_facts(msgspec.structs.replace(kept.facts, volume=identity))
+
+
+def _begin_takeover(kept: kept_places.Kept, store: Store, residency: Residency, num_threads: int) -> Takeover:
+    """Let nothing be allocated where a chunk may be, and know all namespaces. Raises OSError."""
+    for document in kept.documents.read().by_directory.values():
+        known = store.catalog.tables.get(document.namespace.directory)
+        try:
+            if known is None:
+                store.attach(document.namespace, document.created_ns)
+        except UsageError as error:
+            log.warning("a namespace in the arena is not taken over: %s", error)
+    for table in store.catalog.tables.values():
+        store.remember(table)
+    takeover = Takeover(residency, kept.record, num_threads, store.take_over)
+    takeover.claim()
+    residency.ram.record = kept.record
+    return takeover
+
+
+def _leave(arena: Arena, *, is_flushed: bool) -> None:
+    """An end in order: the arena goes, unless somebody wants it to stay, or what is dirty is nowhere else."""
+    arena.is_to_stay = arena.kept is not None and (arena.kept.is_to_stay() or not is_flushed)
+    if not is_flushed and arena.is_to_stay:
+        log.error("not everything could be written to NVMe; what is dirty stays in RAM, for the next mount here")
+    elif not is_flushed:
+        log.error("not everything could be written to NVMe; dirty chunks are lost")
+    elif arena.is_to_stay:
+        log.info("the RAM tier stays, for the next mount here: %s", format_size(arena.size_bytes))
+
+
 @asynccontextmanager
-async def open_store(settings: Settings, system: System | None = None) -> AsyncIterator[Store]:
+async def open_store(
+    settings: Settings, system: System | None = None, place: Path | None = None
+) -> AsyncIterator[Store]:
     """A running store with these settings. Leaving the context flushes what is dirty, for at most a minute.
 
-    Raises UsageError for what an operator has to mend.
+    In `place` the arena outlives us, if we are killed or told to leave it, and is taken over from the daemon before us;
+    the caller holds a lock on it. Raises UsageError for what an operator has to mend.
     """
     system = system or System()
-    _check_memory(settings, system)
     make_policy = policies.maker(settings.policy)
     events, counters = EventLog(system), Counters()
-    windows = settings.window_bytes * _MAX_WINDOWS
     with _told("the RAM tier"):
-        arena = await trio.to_thread.run_sync(
-            lambda: Arena.create(
-                settings.ram_bytes,
-                huge_pages=settings.huge_pages == "auto",
-                window_budget_bytes=windows,
-                is_shared=settings.access == "trusted",
-            )
-        )
+        arena = await trio.to_thread.run_sync(_open_arena, settings, system, place)
     volume: Volume | None = None
     index: Index | None = None
     try:
@@ -138,16 +196,34 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
         async with trio.open_nursery() as nursery:
             store = Store(settings, system, residency, nursery, arena, volume)
             life = trio.CancelScope(shield=True)
+            takeover, is_taking_over = None, False
+            if arena.kept is not None:
+                with _told("the RAM tier"):
+                    _bind(arena.kept, volume)
+                    takeover = _begin_takeover(arena.kept, store, residency, settings.io_threads)
+                arena.is_to_stay = False  # from here on an end in order is one
             store.run_in(nursery, life)
             if commits is not None:
                 nursery.start_soon(remembering.keep, residency, commits)
             try:
                 await residency.settle()  # rows that were dropped are gone before their extents are used
+                if takeover is not None:
+                    store.settle_taken_over = takeover.settle
+                    nursery.start_soon(takeover.run)
+                    is_taking_over = True
+                elif place is not None:
+                    is_never = os.geteuid() == 0 and settings.huge_pages == "never"
+                    why = "huge_pages is never" if is_never else "only root can keep it"
+                    log.info(
+                        "the RAM tier is a sealed memfd: it ends with this daemon, no other can take it over (%s)", why
+                    )
                 yield store
             finally:
                 with trio.CancelScope(shield=True):
-                    if not await store.flush():
-                        log.error("not everything could be written to NVMe; dirty chunks are lost")
+                    if takeover is not None and is_taking_over:
+                        await takeover.is_over.wait()  # what is dirty may be among what was not looked at yet
+                        takeover.life.cancel()
+                    _leave(arena, is_flushed=await store.flush())
                     if commits is not None:
                         await remembering.at_the_end(residency, commits)
                 life.cancel()

@@ -162,7 +162,7 @@ class Residency:
             self._demote_descendants(chunk)  # else that was done when its parent went
         if self.commits is not None:  # also for a dirty one: its row may be on its way
             self.commits.delete(chunk.table.number, chunk.key)
-        self.ram.policy.remove(chunk)
+        self.ram.hide(chunk)
         if self.nvme is not None:
             self.nvme.policy.remove(chunk)
         self.no_longer_kept_back(chunk)

@@ -10,7 +10,7 @@ consistent; after each `await` inside an `async` one the chunk may have been rem
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 import trio
 
@@ -21,6 +21,7 @@ from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.chunk import Facts, geometry, parse_header, verify_payload
 from kvfs.cold_reads import ColdReads
 from kvfs.config import Settings
+from kvfs.documents import Document
 from kvfs.errors import CorruptChunk, UnavailableError, UsageError
 from kvfs.index import NamespaceRow
 from kvfs.intake import Handed, Reservation
@@ -51,6 +52,7 @@ class Store:
     """See the module.
 
     Attributes: settings, catalog, counters, events, arena, volume (None for a RAM cache), limits, staging.
+    settle_taken_over: returns when what was removed does not come back by a takeover.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Store:
         self.limits = Limits(residency, system)
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
+        self.settle_taken_over: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._used: set[Chunk] = set()
         self._last_number = 0  # of a namespace
         self._promoter: Promoter | None = None
@@ -126,8 +129,17 @@ class Store:
                 row = NamespaceRow(table.number, table.directory, document, table.created_ns)
                 self._residency.commits.add_namespace(row)
             self.events.append("namespace", namespace=table.directory)
+            self.remember(table)
         self._storing.check_sizes(table)
         return table
+
+    def remember(self, table: ChunkTable) -> None:
+        """Say in the arena what the chunks of a namespace are made of, for whoever takes it over."""
+        if self.arena.kept is not None:
+            try:
+                self.arena.kept.documents.write(Document(table.namespace, table.created_ns))
+            except OSError as error:  # its chunks in RAM are lost with the daemon, as those of a memfd are
+                log.warning("namespace %s could not be noted in the arena: %s", table.directory, error)
 
     def remove_namespace(self, table: ChunkTable) -> None:
         """Forget a namespace that holds no chunks and that nobody is attached to; nothing waits, see `settle`."""
@@ -138,6 +150,8 @@ class Store:
         self._residency.copied_in.is_over(table)
         self.limits.forget(table)
         self.events.append("namespace_removed", namespace=table.directory)
+        if self.arena.kept is not None:
+            self.arena.kept.documents.remove(table.directory)
         if self._residency.commits is not None:
             self._residency.commits.remove_namespace(table.number, table.directory)
 
@@ -280,6 +294,31 @@ class Store:
         """Nothing more is copied to this namespace: what came is evicted like all else."""
         self._residency.copied_in.is_over(table)
 
+    def take_over(self, table: ChunkTable, facts: Facts, offset: int) -> Chunk:
+        """See `Storing`."""
+        return self._storing.take_over(table, facts, offset)
+
+    async def sync(self, tables: Iterable[ChunkTable]) -> None:
+        """Wait until all that is dirty now in these namespaces is clean, or gone; see `sync_chunks`."""
+        if self._writer is not None and self._writer.num_dirty:
+            await self.sync_chunks([chunk for table in tables for chunk in table.chunks.values() if chunk.is_dirty])
+
+    async def sync_chunks(self, waiting: list[Chunk]) -> None:
+        """Wait until these chunks are clean, or gone. A RAM cache, and what admission keeps from NVMe, has nothing to
+        wait for. Raises UnavailableError while the device fails.
+        """
+        writer, nvme = self._writer, self._residency.nvme
+        if writer is None or nvme is None:
+            return
+        while waiting := [
+            chunk
+            for chunk in waiting
+            if chunk.is_dirty and not chunk.is_removed and not self._residency.is_kept_back(chunk)
+        ]:
+            if nvme.is_degraded:
+                raise UnavailableError("writing to NVMe fails: what is dirty stays in RAM, and is tried again")
+            await writer.progress()
+
     # removing
 
     async def remove(self, chunks: Iterable[Chunk], reason: str = "rm") -> None:
@@ -291,6 +330,7 @@ class Store:
             if not chunk.is_removed:
                 self.counters.removals += 1
                 self._residency.discard(chunk, reason)
+        await self.settle_taken_over()
         await self._residency.settle_and_erase()
 
     # looking

@@ -217,6 +217,18 @@ class Storing:
             self._writer.add(chunk, is_used=why_it_went is not None, is_asked_for=is_asked_for)
         return chunk
 
+    def take_over(self, table: ChunkTable, facts: Facts, offset: int) -> Chunk:
+        """A chunk that a daemon before this one had in RAM only, proven, at `offset` of the arena: visible, and dirty."""
+        chunk, moves = self._residency.catalog.create(
+            table, facts.key, facts.parent, facts.position, facts.num_tokens, facts.created_ns
+        )
+        self._residency.ram.place(chunk, offset)
+        self._residency.tell_moves(table, moves)
+        self._residency.tell("published", chunk, chunk.home)
+        if self._writer is not None:
+            self._writer.add(chunk, is_used=False, is_asked_for=self._residency.pins.is_held(chunk))
+        return chunk
+
     def _free_reserved(self, reservation: Reservation) -> None:
         self._residency.ram.extents.free(reservation.offset, reservation.geometry.file_bytes)
         reservation.table.reserved_bytes -= reservation.geometry.file_bytes

@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,7 @@ import trio
 
 from kvfs.config import Settings
 from kvfs.errors import UsageError
+from kvfs.kept import DIRECTORY_NAME
 from kvfs.mount import libfuse_words, mountpoint
 from kvfs.mount.control import ControlFiles
 from kvfs.mount.errnos import Faults
@@ -84,7 +86,8 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
             socket_directory(path, settings.socket_directory, is_shared=settings.allow_other)
         )
         outlive_signals = stack.enter_context(_until_all_is_written())
-        store = await stack.enter_async_context(open_store(settings))
+        place = Path(socket_path).with_name(DIRECTORY_NAME)  # below the directory that we hold locked
+        store = await stack.enter_async_context(open_store(settings, place=place))
         outlive_signals()
         signals = stack.enter_context(trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT))
         gc.collect()

@@ -142,6 +142,9 @@ class InArena(Handover):
     def __init__(self, store: Store, pid: int) -> None:
         super().__init__(store)
         self._left_bytes = store.settings.window_bytes
+        self._record = store.arena.kept.record if store.arena.kept is not None else None
+        self._pid = pid
+        self._may_write_on = False
         try:
             self._pidfd: int | None = os.pidfd_open(pid)
         except OSError:  # it is gone already
@@ -152,17 +155,23 @@ class InArena(Handover):
         if size > self._left_bytes:
             return None
         self._left_bytes -= size
+        if self._record is not None:  # whoever takes the arena over must not reuse it while this client lives
+            self._record.reserve(reservation.offset, reservation.geometry.file_bytes, self._pid)
         return InPlace(), reservation.offset + reservation.geometry.header_bytes
 
     def _free(self, reservation: Reservation, source: Source) -> None:
         self._left_bytes += align(reservation.geometry.payload_bytes)
+        if self._record is not None and not self._may_write_on:
+            self._record.release(reservation.offset, self._pid)
 
     async def close(self) -> None:
         """See `Handover`. What was reserved is kept from others until the process is gone: it may still be writing."""
         try:
             if self._reserved and self._pidfd is not None and not _has_ended(self._pidfd):
                 log.info("%d reserved chunks wait for the end of their client", len(self._reserved))
+                self._may_write_on = True
                 await trio.lowlevel.wait_readable(self._pidfd)
+                self._may_write_on = False
         finally:
             self._abort_all()
             if self._pidfd is not None:

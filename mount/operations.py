@@ -59,6 +59,7 @@ from kvfs.store import Store
 
 MAX_TASKS = 1024
 BLOCK_BYTES = 4096
+_MAX_SYNCING = 64
 
 Handler = Callable[..., Awaitable[Any]]
 
@@ -142,6 +143,7 @@ class Operations(GuardedOperations):
         self._unlinking: dict[int, Place] = {}  # by the chunk's inode: the name that the kernel drops itself
         self._pages: set[int] = set()  # inodes of chunks of which the kernel has no pages but the right ones
         self._tier = TierWork(store, nursery)
+        self._num_syncing = 0
 
     # names and attributes
 
@@ -407,6 +409,34 @@ class Operations(GuardedOperations):
         file = self._open.get(fh)
         if isinstance(file, OpenFile) and file.staged is not None:
             await self.copying.flush(file.staged)
+
+    async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
+        """A chunk is clean when this returns. What is being copied in becomes one when it is closed, not before."""
+        file = self._open.get(fh)
+        if isinstance(file, OpenFile) and file.chunk is not None and file.chunk.is_dirty:
+            chunk = file.chunk
+            await self._sync(lambda: self._store.sync_chunks([chunk]))
+
+    async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
+        """All chunks of the namespace are clean when this returns, or those of all namespaces, from elsewhere.
+
+        This stands in for `sync -f`: Linux does not pass syncfs(2) on to a FUSE server that is not virtiofs.
+        """
+        listing = self._open.get(fh)
+        if isinstance(listing, OpenDirectory):
+            table = listing.node.table if isinstance(listing.node, Fixed) else None
+            tables = [table] if table is not None else [*self._store.catalog.tables.values()]
+            await self._sync(lambda: self._store.sync(tables))
+
+    async def _sync(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Wait as long as it takes: a full RAM tier may be minutes. The number of those who wait is bounded."""
+        if self._num_syncing >= _MAX_SYNCING:
+            raise FUSEError(errno.EAGAIN)
+        self._num_syncing += 1
+        try:
+            await work()
+        finally:
+            self._num_syncing -= 1
 
     async def setattr(
         self, inode: InodeT, attr: EntryAttributes, fields: SetattrFields, fh: FileHandleT | None, ctx: RequestContext

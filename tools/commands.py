@@ -78,6 +78,7 @@ COMMANDS = {
     "mount": ("mount", "mount", "EXAMPLES"),
     "umount": ("umount", "umount", "EXAMPLES"),
     "status": ("status", "status", "EXAMPLES"),
+    "sync": ("sync", "sync", "EXAMPLES"),
     "ls": ("ls", "list_cache", "EXAMPLES"),
     "tree": ("tree", "tree", "EXAMPLES"),
     "stat": ("stat", "stat", "EXAMPLES"),

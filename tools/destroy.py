@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from kvfs import kept
 from kvfs.config import format_size
 from kvfs.documents import DIRECTORY, Documents
 from kvfs.errors import FormatError, KvfsError, UsageError
@@ -23,7 +24,8 @@ from kvfs.volume import MAGIC, lock_directory
 EXAMPLES = """
 kvfs destroy /data/kvfs
 
-Asks, and removes the volume, its index and the namespaces' documents; the directory too if nothing else is in it.
+Asks, and removes the volume, its index and the namespaces' documents; the directory too if nothing else is in it. What a
+daemon of this volume left in RAM for the next mount goes with it.
 
 kvfs destroy /data/kvfs --yes
 
@@ -49,6 +51,7 @@ def destroy(
         what = _described(place)
         if not yes:
             _ask(what)
+        _remove_kept(place)
         _remove(place)
     except OSError as error:
         raise KvfsError(f"cannot remove {error.filename or place}: {error.strerror}") from error
@@ -101,6 +104,18 @@ def _ask(what: str) -> None:
     if not typer.confirm(f"Remove {what}, for good?", err=True):
         typer.echo("kvfs: nothing was removed", err=True)
         raise typer.Exit(1)
+
+
+def _remove_kept(place: Path) -> None:
+    """What a daemon of this volume left in RAM goes with it."""
+    for path in kept.places():
+        facts = kept.read_facts(path)
+        if (
+            facts is not None
+            and facts.nvme_directory is not None
+            and Path(facts.nvme_directory).resolve() == place.resolve()
+        ):
+            kept.remove_if_left(path)
 
 
 def _remove(place: Path) -> None:

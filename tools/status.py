@@ -12,7 +12,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from kvfs import kept
 from kvfs.config import format_size
+from kvfs.errors import UsageError
+from kvfs.mount import mountpoint as mountpoints
 from kvfs.tools import mounted
 from kvfs.tools.words import format_count, format_duration, format_share
 
@@ -28,8 +31,15 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="The status as it is, for programs.")] = False,
 ) -> None:
     """Show what a cache holds and does."""
-    path = mounted.find(mountpoint)
-    document = mounted.read_status(path)
+    try:
+        path = mounted.find(mountpoint)
+        document = mounted.read_status(path)
+    except (UsageError, mounted.GoneError) as error:
+        left = sum(facts.size_bytes for _, facts in kept.kept_for(mountpoints.resolve(mountpoint)))
+        if not left:
+            raise
+        hint = f"{format_size(left)} of RAM stay for the next mount there; `kvfs umount {mountpoint}` gives them back"
+        raise type(error)(f"{error}. {hint}") from error
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
     else:

@@ -6,10 +6,13 @@ import contextlib
 import os
 import select
 import signal
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvfs import kept
+from kvfs.config import format_size
 from kvfs.errors import KvfsError, UnavailableError, UsageError
 from kvfs.mount import mountpoint as mountpoints
 from kvfs.tools import mounted
@@ -23,6 +26,11 @@ Returns when everything is on NVMe. What was a RAM cache is gone.
 kvfs umount /mnt/kvfs --force
 
 Takes the mount away even if it is busy or its daemon is stopped, and does not wait.
+
+kvfs umount /mnt/kvfs --keep-ram
+
+For an upgrade or other settings: what is in RAM stays there, for the next `kvfs mount` at the same place on this boot.
+`kvfs umount /mnt/kvfs` once more, with nothing mounted, gives that memory back; so it does after a daemon was killed.
 """
 
 PATIENCE_S = 1.0
@@ -34,12 +42,25 @@ def umount(
     force: Annotated[
         bool, typer.Option("--force", help="Do it even if the mount is busy or does not answer; do not wait.")
     ] = False,
+    keep_ram: Annotated[
+        bool,
+        typer.Option("--keep-ram", help="Leave the RAM tier where it is, for the next mount (daemons of root only)."),
+    ] = False,
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait for the daemon to write and end.")
     ] = 300.0,
 ) -> None:
     """Unmount a cache; its daemon writes what is dirty and ends."""
-    path = mounted.find(mountpoint)
+    if force and keep_ram:
+        raise UsageError(
+            "--force does not wait for the daemon, so nothing says what it keeps: leave out one of the two"
+        )
+    try:
+        path = mounted.find(mountpoint)
+    except UsageError:
+        if not _give_back(mountpoints.resolve(mountpoint)):
+            raise
+        return
     if force:
         _unmount(path, lazy=True)
         typer.echo(f"kvfs: {path} is unmounted; its daemon ends when the last file in it is closed")
@@ -49,20 +70,60 @@ def umount(
     except mounted.GoneError:
         _unmount(path, lazy=True)
         typer.echo(f"kvfs: {path} is unmounted; its daemon was dead already")
+        _give_back(path)
         return
     except UnavailableError as error:
         raise UnavailableError(f"{error}; `kvfs umount --force` takes the mount away all the same") from error
     if os.geteuid() and mounted.ask(path, lambda _: os.stat(path).st_uid) != os.geteuid():
         raise UsageError(_NOT_ALLOWED.format(path))
     daemon_fd = _open_process(pid)
+    place = _keep(path) if keep_ram else None
     try:
-        _unmount(path, lazy=False)
+        try:
+            _unmount(path, lazy=False)
+        except BaseException:
+            if place is not None:
+                (place / kept.KEEP).unlink(missing_ok=True)
+            raise
         if daemon_fd is not None:
             _await_end(path, daemon_fd, timeout_s)
     finally:
         if daemon_fd is not None:
             os.close(daemon_fd)
     typer.echo(f"kvfs: {path} is unmounted")
+    if place is not None and (facts := kept.read_facts(place)) is not None:
+        typer.echo(f"kvfs: {format_size(facts.size_bytes)} of RAM stay for the next mount there")
+
+
+def _keep(path: str) -> Path:
+    """Tell the daemon to leave its arena; where that is. Raises UsageError if it has none that could stay."""
+    socket_path = mounted.ask(path, lambda _: os.readlink(os.path.join(path, ".kvfs/session")))
+    place = Path(socket_path).with_name(kept.DIRECTORY_NAME)
+    if not kept.is_mounted(place):
+        raise UsageError(
+            f'the RAM tier of {path} cannot outlive its daemon: that takes a daemon of root, and huge_pages not "never"'
+        )
+    try:
+        (place / kept.KEEP).touch(mode=0o600)
+    except OSError as error:
+        raise KvfsError(f"cannot tell the daemon of {path} to keep its RAM tier: {error.strerror}") from error
+    return place
+
+
+def _give_back(path: str) -> bool:
+    """Give back the memory that a daemon that is gone left for the next mount; returns whether there was any."""
+    found = False
+    for place, facts in list(kept.kept_for(path)):
+        try:
+            is_removed = kept.remove_if_left(place)
+        except OSError as error:
+            raise KvfsError(f"cannot give back the RAM tier that was kept in {place}: {error.strerror}") from error
+        if is_removed:
+            found = True
+            typer.echo(
+                f"kvfs: {format_size(facts.size_bytes)} of RAM, kept for the next mount on {path}, are given back"
+            )
+    return found
 
 
 def _unmount(path: str, *, lazy: bool) -> None:

@@ -28,6 +28,7 @@ from kvfs.namespace import Namespace
 
 _DAEMON = """
 import json, logging, os, signal, sys
+from pathlib import Path
 import msgspec, trio
 from kvfs import namespace
 from kvfs.config import Settings
@@ -94,6 +95,8 @@ async def talk(nursery, store, sessions):
             for chunk in store.catalog.chunks():
                 if not chunk.leases and not chunk.is_dirty:
                     store._residency.ram.drop(chunk)
+        elif line.strip() == "keys":
+            say([chunk.key.hex() for chunk in store.catalog.chunks()])
         elif line.strip() == "namespaces":
             say(list(store.catalog.tables))
         else:
@@ -105,14 +108,14 @@ async def stop_on_term(nursery):
         async for _ in signals:
             nursery.cancel_scope.cancel()
 
-async def main(settings, path):
-    async with open_store(settings, system) as store, trio.open_nursery() as nursery:
+async def main(settings, path, place=None):
+    async with open_store(settings, system, Path(place) if place else None) as store, trio.open_nursery() as nursery:
         nursery.start_soon(stop_on_term, nursery)
         sessions = await nursery.start(serve_sessions, store, path)
         nursery.start_soon(talk, nursery, store, sessions)
 
 logging.basicConfig(level="WARNING")
-trio.run(main, msgspec.json.decode(sys.argv[1], type=Settings), sys.argv[2])
+trio.run(main, msgspec.json.decode(sys.argv[1], type=Settings), *sys.argv[2:])
 """
 
 
@@ -127,18 +130,21 @@ class DaemonProcess:
         self._asking = threading.Lock()
 
     @classmethod
-    def start(cls, settings: Settings, path: str) -> DaemonProcess:
-        """Start it and wait until it answers. Whatever a killed one left at `path` is removed."""
-        daemon = cls.begin(settings, path)
+    def start(cls, settings: Settings, path: str, place: Path | None = None) -> DaemonProcess:
+        """Start it and wait until it answers. Whatever a killed one left at `path` is removed.
+
+        With `place` the arena is there, and outlives a kill (root, huge pages): `kvfs.kept.remove` it at the end.
+        """
+        daemon = cls.begin(settings, path, place)
         daemon.wait_until_ready()
         return daemon
 
     @classmethod
-    def begin(cls, settings: Settings, path: str) -> DaemonProcess:
+    def begin(cls, settings: Settings, path: str, place: Path | None = None) -> DaemonProcess:
         """The same without waiting; nothing but `wait_until_ready` and `kill` may be called yet."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        arguments = [msgspec.json.encode(settings).decode(), path]
+        arguments = [msgspec.json.encode(settings).decode(), path, *([str(place)] if place is not None else [])]
         return cls(cls._process(arguments))
 
     @classmethod
@@ -195,6 +201,10 @@ class DaemonProcess:
     def clean_keys(self) -> set[bytes]:
         """The chunks that would survive a crash now."""
         return {bytes.fromhex(key) for key in self._ask("clean")}
+
+    def keys(self) -> set[bytes]:
+        """All chunks, dirty ones too."""
+        return {bytes.fromhex(key) for key in self._ask("keys")}
 
     def die(self) -> set[bytes]:
         """SIGKILL by its own hand; returns the chunks that were clean at that very moment."""

@@ -28,12 +28,23 @@ class Memory(Protocol):
         """All of them, writable."""
 
 
+class Record(Protocol):
+    """What is told of the extents that hold visible chunks, see `kvfs.kept.Record`."""
+
+    def put(self, offset: int, length: int) -> None:
+        """The extent holds a chunk that is visible now."""
+
+    def clear(self, offset: int) -> None:
+        """Whatever the extent holds is not to be seen again."""
+
+
 class RamTier:
     """The arena, what is free in it, and who goes first.
 
     Attributes:
         memory, extents, policy: chunks in the policy are exactly those that are visible and have an extent.
         on_drop: called with each chunk whose extent is given back.
+        record: for whoever takes the arena over, None if nobody can.
     """
 
     def __init__(self, memory: Memory, policy: Policy[Chunk]) -> None:
@@ -41,6 +52,7 @@ class RamTier:
         self.extents = ExtentAllocator(memory.size_bytes)
         self.policy: Holding[Chunk] = Holding(policy)
         self.on_drop: list[Callable[[Chunk], None]] = []
+        self.record: Record | None = None
 
     def view(self, offset: int, length: int) -> memoryview:
         """The bytes of an extent, writable."""
@@ -82,10 +94,18 @@ class RamTier:
         chunk.ram = offset
         if not chunk.is_removed:
             self.policy.insert(chunk)
+            if self.record is not None:
+                self.record.put(offset, chunk.length)
+
+    def hide(self, chunk: Chunk) -> None:
+        """The chunk is out of sight; its extent, if it has one, stays until `drop`."""
+        self.policy.remove(chunk)
+        if self.record is not None and chunk.ram != NOWHERE:
+            self.record.clear(chunk.ram)
 
     def drop(self, chunk: Chunk) -> None:
         """Give the chunk's extent back, if it has one."""
-        self.policy.remove(chunk)
+        self.hide(chunk)
         if chunk.ram != NOWHERE:
             self.extents.free(chunk.ram, chunk.length)
             chunk.ram = NOWHERE

@@ -51,7 +51,7 @@ def test_every_handler_is_wrapped() -> None:
 def test_every_handler_of_pyfuse3_is_decided_on() -> None:
     """What is left to pyfuse3 answers ENOSYS, which is right for these and no others."""
     left = handlers(pyfuse3.Operations) - handlers(Operations)
-    assert left == {"access", "fsync", "fsyncdir", "poll"}
+    assert left == {"access", "poll"}
 
 
 @pytest.mark.expect_log("lookup failed")

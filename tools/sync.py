@@ -1,0 +1,86 @@
+"""`kvfs sync`: wait until what a cache holds is on NVMe."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from kvfs.errors import KvfsError, UnavailableError
+from kvfs.tools import mounted
+
+EXAMPLES = """
+kvfs sync /mnt/kvfs
+
+Returns when all that was dirty is on NVMe: a power loss would not cost it any more. What comes meanwhile is not waited for.
+
+kvfs sync /mnt/kvfs --json && poweroff
+
+`sync -f` cannot do this: Linux does not tell a FUSE file system of it. `sync /mnt/kvfs/NAMESPACE`, the fsync of a directory
+or of a chunk's file, does it for one namespace, or one chunk.
+"""
+
+_LOOK_EVERY_S = 0.2
+
+
+def sync(
+    mountpoint: Annotated[str, typer.Argument(help="Where the cache is mounted.")],
+    as_json: Annotated[bool, typer.Option("--json", help="What was waited for, for programs.")] = False,
+) -> None:
+    """Wait until everything that is in RAM only is on NVMe."""
+    path = mounted.find(mountpoint)
+    before = mounted.read_status(path)
+    begin = time.monotonic()
+    has_nvme = isinstance(before.get("nvme"), dict)
+    if has_nvme:
+        _wait(path, before)
+    result = {
+        "mountpoint": path, "has_nvme": has_nvme, "dirty_bytes": before.get("dirty_bytes", 0),
+        "seconds": round(time.monotonic() - begin, 3),
+    }  # fmt: skip
+    if as_json:
+        typer.echo(msgspec.json.encode(result).decode())
+    elif not has_nvme:
+        typer.echo(f"kvfs: {path} is a RAM cache: there is nothing to write to")
+    else:
+        typer.echo(f"kvfs: all that was in {path} is on NVMe")
+
+
+def _wait(path: str, before: dict[str, Any]) -> None:
+    """Have the daemon sync all namespaces, in a thread that Ctrl-C leaves alone, and show what is left."""
+    errors: list[OSError] = []
+
+    def work() -> None:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True, name="kvfs-sync")
+    thread.start()
+    total = int(before.get("dirty_bytes", 0))
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=total or None)
+        thread.join(_LOOK_EVERY_S)
+        while thread.is_alive():
+            dirty = int(mounted.read_status(path).get("dirty_bytes", 0))  # raises if the daemon is stopped or gone
+            bar.update(task, completed=max(0, total - dirty))
+            thread.join(_LOOK_EVERY_S)
+    if errors:
+        is_gone = not os.path.ismount(path)
+        why = errors[0].strerror or str(errors[0])
+        raise (UnavailableError if is_gone else KvfsError)(
+            f"not everything in {path} is on NVMe: {why}; `kvfs status` says whether the device fails"
+        )
