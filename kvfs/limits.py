@@ -23,7 +23,6 @@ from kvfs.catalog import NOWHERE, Chunk, ChunkTable, last_needed
 from kvfs.config import format_size
 from kvfs.durations import NS
 from kvfs.errors import CapacityError, UnavailableError, UsageError
-from kvfs.index import LimitRow
 from kvfs.keys import Key
 from kvfs.pins import FOREVER
 from kvfs.residency import Residency
@@ -72,7 +71,7 @@ class Limits:
         """
         residency, pins = self._residency, self._residency.pins
         part, whole = _PINNED_AT_MOST
-        most = residency.lowest.extents.capacity * part // whole
+        most = residency.capacity * part // whole
         needed = pins.bytes_to_hold(chunk for chunk in chunks if not chunk.is_removed)
         if needed and pins.held_bytes + needed > most:
             reason = (
@@ -95,18 +94,20 @@ class Limits:
             until = "forever" if until_ns == FOREVER else until_ns
             residency.events.append("pin", namespace=chunks[0].table.directory, chunks=count, until_ns=until)
         self._wake.set()
-        await residency.settle()
+        await residency.settle(chunks)
         return count
 
     async def unpin(self, chunks: Iterable[Chunk]) -> int:
         """End the pins of these chunks; returns how many had one. Raises UnavailableError if it may not be durable."""
         remaining = iter(chunks)
-        count = 0
+        unpinned: list[Chunk] = []
         while some := list(islice(remaining, _AT_ONCE)):
-            count += self._ended([chunk for chunk in some if self._residency.pins.unpin(chunk)])
+            ended = [chunk for chunk in some if self._residency.pins.unpin(chunk)]
+            self._ended(ended)
+            unpinned += ended
             await trio.lowlevel.checkpoint()
-        await self._residency.settle()
-        return count
+        await self._residency.settle(unpinned)
+        return len(unpinned)
 
     def end_of_pin(self, chunk: Chunk) -> int | None:
         """When a chunk's pin ends, nanoseconds since the epoch or FOREVER; None if it is not pinned."""
@@ -117,10 +118,10 @@ class Limits:
         return self._residency.pins.common_end(chunks, self._system.time_ns()) if self._residency.pins else None
 
     def _keep(self, chunk: Chunk, until_ns: int | None) -> None:
-        if self._residency.commits is not None:
-            self._residency.commits.pin(chunk.table.number, chunk.key, until_ns)
+        if self._residency.nvme is not None:
+            self._residency.nvme.of(chunk).pin(chunk, until_ns)
 
-    def _ended(self, chunks: list[Chunk]) -> int:
+    def _ended(self, chunks: list[Chunk]) -> None:
         by_namespace: dict[str, int] = {}
         for chunk in chunks:
             self._keep(chunk, None)
@@ -129,7 +130,6 @@ class Limits:
             self._may_let_go(table)
         for directory, count in by_namespace.items():
             self._residency.events.append("unpin", namespace=directory, chunks=count)
-        return len(chunks)
 
     # quotas
 
@@ -226,10 +226,12 @@ class Limits:
     def _in_lowest(self, table: ChunkTable) -> Iterator[Chunk]:
         """Those in the lowest tier that are not held, in its order of eviction, or by last use if they are few."""
         residency = self._residency
-        order = residency.lowest.policy
-        if len(table.chunks) * _SMALL_SHARE >= len(order):
-            return order.victims(lambda chunk: chunk.table is table)
-        tier = "nvme" if residency.lowest is residency.nvme else "ram"
+        nvme = residency.nvme
+        if len(table.chunks) * _SMALL_SHARE >= (len(residency.ram.policy) if nvme is None else nvme.num_chunks):
+            if nvme is not None:
+                return nvme.victims(table)
+            return residency.ram.policy.victims(lambda chunk: chunk.table is table)
+        tier = "ram" if nvme is None else "nvme"
         needed_ns = last_needed(table.chunks.values())
         few = [
             chunk for chunk in table.chunks.values()
@@ -290,8 +292,8 @@ class Limits:
         self._residency.events.append(
             "limits", namespace=table.directory, quota_bytes=table.quota_bytes, max_age_ns=table.max_age_ns
         )
-        if self._residency.commits is not None:
-            self._residency.commits.limit(LimitRow(table.number, table.quota_bytes, table.max_age_ns))
+        for stripe in self._residency.nvme or ():
+            stripe.limit(table)
         await self._sweep(table)
         await self._residency.settle()
 

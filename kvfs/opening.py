@@ -5,36 +5,47 @@ Everything that an operator can mend is refused here in one sentence, before any
 
 from __future__ import annotations
 
+import errno
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
 from kvfs.arena import Arena
+from kvfs.catalog import Chunk
 from kvfs.commits import Commits
-from kvfs.config import MIN_TIER_BYTES, Settings, format_size
+from kvfs.config import MIN_TIER_BYTES, Settings, VolumeSetting, format_size
 from kvfs.documents import Documents
+from kvfs.erasing import Eraser
 from kvfs.errors import UsageError
 from kvfs.index import FILE_NAME, Index
 from kvfs.memory import largest_arena
 from kvfs.metrics import Counters, EventLog
+from kvfs.policies import Policy
 from kvfs.policies import named as policies
-from kvfs.recovery import recover
+from kvfs.recovery import Contents, read, recover
 from kvfs.residency import Residency
 from kvfs.scanning import has_chunks
 from kvfs.store import Store
+from kvfs.stripes import Stripe, Stripes
 from kvfs.system import System
 from kvfs.tiers.nvme import NvmeTier
 from kvfs.tiers.ram import RamTier
 from kvfs.unclaimed import PatientAllocator
-from kvfs.volume import Volume
+from kvfs.volume import NotMounted, Volume
 
 log = logging.getLogger(__name__)
 
 _MAX_WINDOWS = 16
+_GONE = (
+    errno.EIO, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.EUCLEAN, errno.EREMOTEIO,
+    errno.ETIMEDOUT,
+)  # fmt: skip
+"""What the system says of a device that failed, or is not there."""
 
 
 def _check_memory(settings: Settings, system: System) -> None:
@@ -56,6 +67,8 @@ def _told(what: str) -> Iterator[None]:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise UsageError(f"cannot open {what}: {error.strerror or error}{where}") from error
+    except sqlite3.Error as error:
+        raise UsageError(f"cannot open {what}: the index cannot be read: {error}") from error
 
 
 def _hold_back(volume: Volume, index: Index) -> None:
@@ -73,8 +86,8 @@ def _hold_back(volume: Volume, index: Index) -> None:
     )  # fmt: skip
 
 
-def _tell_of_unclaimed(nvme: NvmeTier) -> None:
-    left = nvme.extents.unclaimed if isinstance(nvme.extents, PatientAllocator) else []
+def _tell_of_unclaimed(stripes: Iterable[Stripe]) -> None:
+    left = [extent for stripe in stripes for extent in _unclaimed(stripe.tier)]
     if left:
         log.info(
             "%s of the volume are kept as an index that was lost left them, as long as there is other room",
@@ -82,14 +95,81 @@ def _tell_of_unclaimed(nvme: NvmeTier) -> None:
         )
 
 
+def _unclaimed(nvme: NvmeTier) -> list[tuple[int, int]]:
+    return nvme.extents.unclaimed if isinstance(nvme.extents, PatientAllocator) else []
+
+
 def _keep_what_is_left(index: Index, nvme: NvmeTier) -> None:
     """Remember what of an unclaimed volume is still as it was."""
-    left = nvme.extents.unclaimed if isinstance(nvme.extents, PatientAllocator) else []
+    left = _unclaimed(nvme)
     try:
         if left != index.unclaimed():
             index.keep_unclaimed(left)
     except sqlite3.Error as error:  # more is held back than need be
         log.warning("the index could not be written: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A volume that is there."""
+
+    volume: Volume
+    index: Index
+    contents: Contents
+    documents: Documents
+
+    def stripe(self, number: int, settings: Settings, policy: Policy[Chunk], counters: Counters) -> Stripe:
+        tier = NvmeTier(self.volume, settings.io_threads, policy)
+        commits = Commits(self.index, self.documents)
+        directory = str(self.volume.path.parent)
+        return Stripe(number, directory, self.volume.identity, tier, commits, Eraser(tier, counters))
+
+
+def _open_volume(where: VolumeSetting, system: System) -> _Opened:
+    directory = Path(where.directory)
+    with ExitStack() as undo, _told(f"the volume in {directory}"):
+        volume = Volume.open(directory, where.size_bytes, system)
+        undo.callback(volume.close)
+        index = Index.open(directory / FILE_NAME, volume.identity)
+        undo.callback(index.close)
+        _hold_back(volume, index)
+        documents = Documents(directory)
+        with _told(f"the documents of the namespaces in {documents.path}"):
+            contents = read(index, documents)
+        undo.pop_all()
+    return _Opened(volume, index, contents, documents)
+
+
+async def _open_volumes(
+    settings: Settings, system: System, events: EventLog, opened: list[_Opened]
+) -> list[VolumeSetting]:
+    """Open the volumes, appending to `opened`; returns those whose device is gone.
+
+    The cache goes on without those if another is there that was in use before: on a first start somebody is at hand who
+    can mend it, and a typing error is more likely. What an operator did wrong is refused in any case.
+    """
+    missing: list[tuple[VolumeSetting, UsageError]] = []
+    for where in settings.nvme:
+        try:
+            opened.append(await trio.to_thread.run_sync(_open_volume, where, system))
+        except UsageError as error:
+            if not _says_that_it_is_gone(error):
+                raise
+            missing.append((where, error))
+    if missing and all(each.volume.is_new for each in opened):
+        raise missing[0][1]
+    for where, reason in missing:
+        log.error("%s: the cache goes on without it, and looks for it again at the next start", reason)
+        events.append("volume_missing", volume=where.directory, reason=str(reason))
+    return [where for where, _ in missing]
+
+
+def _says_that_it_is_gone(error: UsageError) -> bool:
+    """Whether a device is to blame, and not what an operator asked for."""
+    cause = error.__cause__
+    if isinstance(cause, sqlite3.Error):
+        return getattr(cause, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+    return isinstance(cause, OSError) and (isinstance(error, NotMounted) or cause.errno in _GONE)
 
 
 @asynccontextmanager
@@ -112,28 +192,20 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
                 is_shared=settings.access == "trusted",
             )
         )
-    volume: Volume | None = None
-    index: Index | None = None
+    opened: list[_Opened] = []
     try:
-        nvme = commits = documents = None
-        if settings.nvme_directory is not None and settings.nvme_bytes is not None:
-            directory = Path(settings.nvme_directory)
-            with _told(f"the volume in {directory}"):
-                volume = Volume.open(directory, settings.nvme_bytes, system)
-                index = Index.open(directory / FILE_NAME, volume.identity)
-                await trio.to_thread.run_sync(_hold_back, volume, index)
-            nvme = NvmeTier(volume, settings.io_threads, make_policy(system.monotonic))
-            documents = Documents(directory)
-            commits = Commits(index, nvme.extents.free, documents)
+        missing = await _open_volumes(settings, system, events, opened)
+        stripes = [
+            each.stripe(number, settings, make_policy(system.monotonic), counters) for number, each in enumerate(opened)
+        ]
         ram = RamTier(arena, make_policy(system.monotonic))
-        residency = Residency(ram, nvme, commits, counters, events, system)
-        if index is not None and nvme is not None and commits is not None and documents is not None:
-            with _told(f"the documents of the namespaces in {documents.path}"):
-                nvme.extents = await trio.to_thread.run_sync(recover, residency, nvme, commits, index, documents)
-            commits.use(nvme.extents.free)
-            _tell_of_unclaimed(nvme)
+        residency = Residency(ram, Stripes(stripes) if stripes else None, counters, events, system)
+        if stripes:
+            await trio.to_thread.run_sync(recover, residency, [each.contents for each in opened])
+            _tell_of_unclaimed(stripes)
         async with trio.open_nursery() as nursery:
-            store = Store(settings, system, residency, nursery, arena, volume)
+            volumes = [each.volume for each in opened]
+            store = Store(settings, system, residency, nursery, arena, volumes, missing)
             life = trio.CancelScope(shield=True)
             store.run_in(nursery, life)
             try:
@@ -145,11 +217,10 @@ async def open_store(settings: Settings, system: System | None = None) -> AsyncI
                         log.error("not everything could be written to NVMe; dirty chunks are lost")
                 life.cancel()
                 nursery.cancel_scope.cancel()
-        if index is not None and nvme is not None:
-            _keep_what_is_left(index, nvme)
+        for each, stripe in zip(opened, stripes, strict=True):
+            _keep_what_is_left(each.index, stripe.tier)
     finally:
-        if index is not None:
-            index.close()
-        if volume is not None:
-            volume.close()
+        for each in opened:
+            each.index.close()
+            each.volume.close()
         arena.close()

@@ -14,15 +14,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 import trio
 
-from kvfs import namespace as namespaces
 from kvfs.admission import Admission
 from kvfs.arena import Arena
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.chunk import Facts, geometry, parse_header, verify_payload
 from kvfs.cold_reads import ColdReads
-from kvfs.config import Settings
+from kvfs.config import Settings, VolumeSetting
 from kvfs.errors import CorruptChunk, UnavailableError, UsageError
-from kvfs.index import NamespaceRow
 from kvfs.intake import Handed, Reservation
 from kvfs.keys import Key
 from kvfs.limits import Limits
@@ -33,7 +31,7 @@ from kvfs.prefetch import Order, Prefetcher
 from kvfs.promotion import Promoter, Promotion, drop_corrupt
 from kvfs.residency import NameObserver, Observer, Residency
 from kvfs.staging import Staged
-from kvfs.statistics import Capacity, Statistics, TierStatistics, gauges
+from kvfs.statistics import Capacity, Statistics, TierStatistics, VolumeStatistics, gauges
 from kvfs.storing import Storing
 from kvfs.system import System
 from kvfs.tiers.nvme import Slice, check_header
@@ -50,7 +48,7 @@ _MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and st
 class Store:
     """See the module.
 
-    Attributes: settings, catalog, counters, events, arena, volume (None for a RAM cache), limits, staging.
+    Attributes: settings, catalog, counters, events, arena, volumes (none for a RAM cache), limits, staging.
     """
 
     def __init__(
@@ -60,11 +58,13 @@ class Store:
         residency: Residency,
         nursery: trio.Nursery,
         arena: Arena,
-        volume: Volume | None,
+        volumes: Sequence[Volume] = (),
+        missing: Sequence[VolumeSetting] = (),
     ) -> None:
         self.settings = settings
         self.system = system
-        self.volume = volume
+        self.volumes = volumes
+        self._missing = missing
         self.arena = arena
         self.counters = residency.counters
         self.events = residency.events
@@ -72,16 +72,17 @@ class Store:
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self._used: set[Chunk] = set()
-        self._last_number = 0  # of a namespace
         self._promoter: Promoter | None = None
         self._prefetcher: Prefetcher | None = None
         self._writer: WriteBehind | None = None
         self._cold: ColdReads | None = None
-        if residency.nvme is not None and residency.commits is not None:
+        if residency.nvme is not None:
             self._promoter = Promoter(residency, residency.nvme, nursery)
             self._prefetcher = Prefetcher(residency, self._promoter, system)
-            admission = Admission(settings.admission, settings.write_budget_bytes, residency.commits.spent_before())
-            self._writer = WriteBehind(residency, residency.nvme, residency.commits, admission, system.time_ns)
+            spent = [spent for stripe in residency.nvme if (spent := stripe.commits.spent_before()) is not None]
+            last = max(spent, key=lambda spent: (spent.day, spent.num_bytes), default=None)
+            admission = Admission(settings.admission, settings.write_budget_bytes, last)
+            self._writer = WriteBehind(residency, residency.nvme, admission, system.time_ns)
             self._cold = ColdReads(residency, residency.nvme)
         self._storing = Storing(settings, system, residency, self.limits, self._writer, self._copies)
         self.staging = self._storing.staging
@@ -104,7 +105,7 @@ class Store:
     @property
     def has_nvme(self) -> bool:
         """Whether there is a tier that outlives the daemon."""
-        return self.volume is not None
+        return bool(self.volumes)
 
     # namespaces
 
@@ -119,12 +120,8 @@ class Store:
         table = self.catalog.table(namespace, self.system.time_ns() if created_ns is None else created_ns)
         table.num_attached += 1
         if not is_known:
-            self._last_number = 1 + max(self._last_number, *(other.number for other in tables.values()))
-            table.number = self._last_number
-            if self._residency.commits is not None:
-                document = namespaces.encode(namespace)
-                row = NamespaceRow(table.number, table.directory, document, table.created_ns)
-                self._residency.commits.add_namespace(row)
+            for stripe in self._residency.nvme or ():
+                stripe.put_namespace(table)
             self.events.append("namespace", namespace=table.directory)
         self._storing.check_sizes(table)
         return table
@@ -138,8 +135,8 @@ class Store:
         self._residency.copied_in.is_over(table)
         self.limits.forget(table)
         self.events.append("namespace_removed", namespace=table.directory)
-        if self._residency.commits is not None:
-            self._residency.commits.remove_namespace(table.number, table.directory)
+        for stripe in self._residency.nvme or ():
+            stripe.remove_namespace(table)
 
     async def settle(self) -> None:
         """Wait until what was removed so far is gone for good. Raises UnavailableError if it may not be."""
@@ -205,7 +202,7 @@ class Store:
             self._writer.used(chunks)
         self._residency.ram.policy.touch(chunks)
         if self._residency.nvme is not None:
-            self._residency.nvme.policy.touch(chunks)
+            self._residency.nvme.touch(chunks)
             self._used.update(chunks)
 
     async def read(self, chunk: Chunk, offset: int, size: int) -> memoryview:
@@ -228,7 +225,7 @@ class Store:
             return parse_header(geo.namespace, await self.read(chunk, 0, geo.header_bytes))[1]
         header = aligned_buffer(geo.header_bytes)
         try:
-            await nvme.read(chunk, Slice(0, geo.header_bytes, 0, 0), header)
+            await nvme.of(chunk).tier.read(chunk, Slice(0, geo.header_bytes, 0, 0), header)
             return check_header(chunk, header)[1]
         except CorruptChunk as error:
             drop_corrupt(self._residency, chunk, error)
@@ -287,20 +284,20 @@ class Store:
 
         A rebuild from the volume does not find them, once nobody holds them.
         """
-        for chunk in sorted(chunks, key=lambda chunk: -chunk.position):  # leaves first: they have no descendants
+        chunks = sorted(chunks, key=lambda chunk: -chunk.position)  # leaves first: they have no descendants
+        for chunk in chunks:
             if not chunk.is_removed:
                 self.counters.removals += 1
                 self._residency.discard(chunk, reason)
-        await self._residency.settle_and_erase()
+        await self._residency.settle_and_erase(chunks)
 
     # looking
 
     def capacity(self) -> Capacity:
         """True size and use, as `df` shows them: of NVMe, or of RAM where there is no NVMe."""
-        tier = self._residency.nvme or self._residency.ram
+        capacity = self._residency.capacity
         dirty = self._writer.dirty_bytes if self._writer is not None else 0
-        used = min(tier.extents.used_bytes + dirty, tier.extents.capacity)
-        return Capacity(tier.extents.capacity, used, self.catalog.num_chunks)
+        return Capacity(capacity, min(self._residency.used_bytes + dirty, capacity), self.catalog.num_chunks)
 
     def statistics(self) -> Statistics:
         """A frozen picture of everything that is counted."""
@@ -322,11 +319,32 @@ class Store:
             staging_bytes=self.staging.size_bytes,
             ram=TierStatistics(ram.extents.capacity, ram.extents.used_bytes, len(ram.policy), self.arena.kind),
             nvme=TierStatistics(
-                nvme.extents.capacity, nvme.extents.used_bytes, len(nvme.policy),
-                "direct" if nvme.volume.is_direct else "buffered", nvme.is_degraded,
+                nvme.capacity, nvme.used_bytes, nvme.num_chunks,
+                "direct" if all(stripe.tier.volume.is_direct for stripe in nvme) else "buffered", nvme.is_degraded,
             ) if nvme else None,
+            volumes=self._volume_statistics(),
             counters=counters,
         )  # fmt: skip
+
+    def _volume_statistics(self) -> tuple[VolumeStatistics, ...]:
+        """Each volume, in the order of the settings; one that was missing at the start has nothing."""
+        found = {
+            stripe.directory: VolumeStatistics(
+                stripe.directory, stripe.tier.extents.capacity, stripe.tier.extents.used_bytes,
+                len(stripe.tier.policy), "direct" if stripe.tier.volume.is_direct else "buffered",
+                stripe.tier.is_degraded, self._writer.dirty_bytes_of(stripe) if self._writer is not None else 0,
+            )
+            for stripe in self._residency.nvme or ()
+        }  # fmt: skip
+        found |= {
+            each.directory: VolumeStatistics(each.directory, 0, 0, 0, "missing", True, 0) for each in self._missing
+        }
+        return tuple(found[each.directory] for each in self.settings.nvme if each.directory in found)
+
+    def volume_directory(self, chunk: Chunk) -> str | None:
+        """The directory of the volume that the chunk is on; None if it is on none."""
+        nvme = self._residency.nvme
+        return nvme.of(chunk).directory if nvme is not None and chunk.nvme != NOWHERE else None
 
     def metrics_text(self) -> bytes:
         """The same for Prometheus."""
@@ -336,7 +354,7 @@ class Store:
 
     async def flush(self, deadline_s: float = _FLUSH_AT_END_S) -> bool:
         """Wait until nothing is dirty; returns False if the deadline came first."""
-        if self._writer is None or self._residency.commits is None:
+        if self._writer is None:
             return True
         with trio.move_on_after(deadline_s):
             await self._writer.drain()
@@ -354,10 +372,10 @@ class Store:
                     inner.start_soon(self.limits.run)
                     if self._prefetcher is not None:
                         inner.start_soon(self._prefetcher.run)
-                    if self._writer is not None and self._residency.commits is not None:
-                        inner.start_soon(self._residency.commits.run)
-                        if self._residency.eraser is not None:
-                            inner.start_soon(self._residency.eraser.run)
+                    for stripe in self._residency.nvme or ():
+                        inner.start_soon(stripe.commits.run)
+                        inner.start_soon(stripe.eraser.run)
+                    if self._writer is not None:
                         inner.start_soon(self._writer.run)
                         inner.start_soon(self._save_use_now_and_then)
 
@@ -370,13 +388,13 @@ class Store:
 
     def _save_use(self) -> None:
         """Hand what was used since the last time to the next transaction."""
-        commits = self._residency.commits
-        if commits is None:
+        nvme = self._residency.nvme
+        if nvme is None:
             return
         dirty: set[Chunk] = set()  # these have no row yet, or one on its way that does not know of the last uses
         for chunk in self._used:
             if chunk.nvme != NOWHERE and not chunk.is_removed:
-                commits.used(chunk.last_used_ns, chunk.hits, chunk.table.number, chunk.key)
+                nvme.of(chunk).used(chunk)
             elif chunk.is_dirty and not chunk.is_removed:
                 dirty.add(chunk)
         self._used = dirty

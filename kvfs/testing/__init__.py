@@ -25,7 +25,7 @@ from kvfs import keys
 from kvfs.catalog import Chunk, ChunkTable
 from kvfs.chunk import Geometry, checksum
 from kvfs.client import Client
-from kvfs.config import Settings
+from kvfs.config import Settings, VolumeSetting
 from kvfs.intake import Handed, Reservation, WindowSlot
 from kvfs.keys import ChainHash, KeyChain
 from kvfs.messages import NewChunk, StoreStatus, Tier
@@ -46,6 +46,7 @@ class FaultySystem(System):
 
     Attributes:
         read_error, write_error, sync_error, allocate_error: an errno, or 0 for success.
+        bad_place: the errors are those of files in this directory only, if one is named.
         bad_reads: offsets of the volume at which reads fail with EIO, whatever `read_error` says.
         max_transfer: bytes after which a read or write comes back short.
         reads, writes: (offset, length) of each so far; num_syncs.
@@ -55,6 +56,7 @@ class FaultySystem(System):
 
     def __init__(self) -> None:
         self.read_error = self.write_error = self.sync_error = self.allocate_error = 0
+        self.bad_place: Path | None = None
         self.bad_reads: set[int] = set()
         self.max_transfer = 1 << 30
         self.reads: list[tuple[int, int]] = []
@@ -69,6 +71,11 @@ class FaultySystem(System):
         for gate in (self.read_gate, self.write_gate, self.sync_gate):
             gate.set()
 
+    def _of(self, fd: int, error: int) -> int:
+        if not error or self.bad_place is None:
+            return error
+        return error if Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(self.bad_place) else 0
+
     def time_ns(self) -> int:
         """`now_ns`, or the real time."""
         return super().time_ns() if self.now_ns is None else self.now_ns
@@ -77,26 +84,26 @@ class FaultySystem(System):
         """See `System`."""
         self.read_gate.wait()
         self.reads.append((offset, sum(len(buffer) for buffer in buffers)))
-        _raise(self.read_error or (errno.EIO if offset in self.bad_reads else 0))
+        _raise(self._of(fd, self.read_error) or (errno.EIO if offset in self.bad_reads else 0))
         return super().preadv(fd, [buffers[0][: self.max_transfer]], offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         """See `System`."""
         self.write_gate.wait()
         self.writes.append((offset, sum(len(buffer) for buffer in buffers)))
-        _raise(self.write_error)
+        _raise(self._of(fd, self.write_error))
         return super().pwritev(fd, [buffers[0][: self.max_transfer]], offset)
 
     def fdatasync(self, fd: int) -> None:
         """See `System`."""
         self.sync_gate.wait()
         self.num_syncs += 1
-        _raise(self.sync_error)
+        _raise(self._of(fd, self.sync_error))
         super().fdatasync(fd)
 
     def fallocate(self, fd: int, offset: int, length: int) -> None:
         """See `System`."""
-        _raise(self.allocate_error)
+        _raise(self._of(fd, self.allocate_error))
         super().fallocate(fd, offset, length)
 
 
@@ -316,11 +323,17 @@ def soon(is_so: Callable[[], object], what: str) -> None:
 # places
 
 
-def settings_in(directory: Path, *, ram: int = 8 << 20, nvme: int | None = 32 << 20, **others: Any) -> Settings:
-    """Small settings whose every path lies in `directory`, which gets a "mount": see `plain_mount`."""
+def settings_in(
+    directory: Path, *, ram: int = 8 << 20, nvme: int | None = 32 << 20, volumes: int = 1, **others: Any
+) -> Settings:
+    """Small settings whose every path lies in `directory`, which gets a "mount": see `plain_mount`.
+
+    Each volume has `nvme` bytes; the first is in "nvme", the next in "nvme2".
+    """
+    places = [directory / ("nvme" if number == 1 else f"nvme{number}") for number in range(1, volumes + 1)]
     return Settings(
-        mountpoint=str(plain_mount(directory)), ram_bytes=ram, nvme_bytes=nvme,
-        nvme_directory=None if nvme is None else str(directory / "nvme"),
+        mountpoint=str(plain_mount(directory)), ram_bytes=ram,
+        nvme=() if nvme is None else tuple(VolumeSetting(str(place), nvme) for place in places),
         **{"huge_pages": "never", "window_bytes": 4 << 20, "io_threads": 2, **others},
     )  # fmt: skip
 

@@ -54,6 +54,7 @@ from kvfs.namespace import Namespace
 from kvfs.opening import open_store
 from kvfs.pins import FOREVER
 from kvfs.promotion import Promotion
+from kvfs.stripes import Stripe
 from kvfs.testing import LosingSystem, checksums_of, payload_of, settings_in, sized_namespace
 from kvfs.volume import FILE_NAME as VOLUME
 
@@ -296,20 +297,21 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _watch_extents(self) -> None:
         """From now on no extent becomes free that a committed row still names."""
-        nvme, commits = self.store._residency.nvme, self.store._residency.commits
-        if nvme is None or commits is None:
-            return
-        path = self.directory / "nvme" / INDEX
+        for stripe in self.store._residency.nvme or ():
+            self._watch(stripe)
 
-        def free(offset: int, length: int) -> None:
+    def _watch(self, stripe: Stripe) -> None:
+        path, put = Path(stripe.directory) / INDEX, stripe.eraser.put
+
+        def checked(offset: int, length: int) -> None:
             with contextlib.closing(sqlite3.connect(path)) as index:
                 rows = index.execute(
                     "SELECT 1 FROM chunks WHERE offset < ? AND offset + length > ?", (offset + length, offset)
                 )
                 assert rows.fetchone() is None, "an extent is free whose row is still there"
-            nvme.extents.free(offset, length)
+            put(offset, length)
 
-        commits.use(free)
+        stripe.eraser.put = checked  # type: ignore[method-assign]
 
     def _close(self) -> None:
         """Whatever is dirty is written; only then does time pass for the end, which waits for it a minute at most."""
