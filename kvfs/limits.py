@@ -66,21 +66,17 @@ class Limits:
     async def pin(self, chunks: Sequence[Chunk], until_ns: int) -> int:
         """Pin chunks until then, nanoseconds since the epoch or FOREVER; returns how many were there.
 
-        Raises CapacityError if more than 3/4 of the lowest tier would have to stay, with nothing pinned;
+        Raises CapacityError if more than 3/4 of the lowest tier, or of a volume, would have to stay, with nothing pinned;
         UnavailableError if it may not be durable.
         """
         residency, pins = self._residency, self._residency.pins
-        part, whole = _PINNED_AT_MOST
-        most = residency.capacity * part // whole
-        needed = pins.bytes_to_hold(chunk for chunk in chunks if not chunk.is_removed)
-        if needed and pins.held_bytes + needed > most:
-            reason = (
-                f"pins may hold {format_size(most)}, {part}/{whole} of the tier: {format_size(pins.held_bytes)} are held, "
-                f"and {format_size(needed)} more were to be"
-            )
-            log.warning("a pin was refused: %s", reason)
-            residency.events.append("pin_refused", reason=reason)
-            raise CapacityError(reason)
+        to_hold = pins.to_hold(chunk for chunk in chunks if not chunk.is_removed)
+        if residency.nvme is None:
+            self._check_pinned("the tier", to_hold, pins.held_bytes, residency.capacity)
+        for stripe in residency.nvme or ():
+            there = [chunk for chunk in to_hold if chunk.volume == stripe.number]
+            what = "the tier" if len(residency.nvme or ()) == 1 else f"the volume in {stripe.directory}"
+            self._check_pinned(what, there, stripe.held_bytes, stripe.tier.extents.capacity)
         count = 0
         remaining = iter(chunks)
         while some := list(islice(remaining, _AT_ONCE)):
@@ -96,6 +92,20 @@ class Limits:
         self._wake.set()
         await residency.settle(chunks)
         return count
+
+    def _check_pinned(self, what: str, to_hold: Iterable[Chunk], held_bytes: int, capacity: int) -> None:
+        """Raise CapacityError if too much of a volume, or of a RAM cache, would be held with these."""
+        part, whole = _PINNED_AT_MOST
+        most = capacity * part // whole
+        needed = sum(chunk.length for chunk in to_hold)
+        if needed and held_bytes + needed > most:
+            reason = (
+                f"pins may hold {format_size(most)}, {part}/{whole} of {what}: {format_size(held_bytes)} are held, "
+                f"and {format_size(needed)} more were to be"
+            )
+            log.warning("a pin was refused: %s", reason)
+            self._residency.events.append("pin_refused", reason=reason)
+            raise CapacityError(reason)
 
     async def unpin(self, chunks: Iterable[Chunk]) -> int:
         """End the pins of these chunks; returns how many had one. Raises UnavailableError if it may not be durable."""

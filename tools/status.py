@@ -95,7 +95,7 @@ def _add_volume(table: Table, volume: dict[str, Any]) -> None:
     used, size = volume.get("used_bytes", 0), volume.get("capacity_bytes", 0)
     name, kind = Text(f"  {volume.get('directory', '?')}"), Text(str(volume.get("kind", "")))
     if volume.get("kind") == "missing":
-        kind = Text("missing since the start, see the log", style="bold red")
+        kind = Text("missing, see the log", style="bold red")
         table.add_row(name, "-", "-", "-", "-", kind)
         return
     if volume.get("is_degraded"):

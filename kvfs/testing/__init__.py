@@ -74,7 +74,7 @@ class FaultySystem(System):
     def _of(self, fd: int, error: int) -> int:
         if not error or self.bad_place is None:
             return error
-        return error if Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(self.bad_place) else 0
+        return error if _place(fd) == self.bad_place else 0
 
     def time_ns(self) -> int:
         """`now_ns`, or the real time."""
@@ -126,14 +126,14 @@ class LosingSystem(FaultySystem):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._unsynced: list[tuple[int, bytes]] = []
+        self._unsynced: list[tuple[str, int, bytes]] = []  # of the volume in the directory of this name
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         """See `System`."""
         before = aligned_buffer(len(buffers[0]))
         with self._lock:
             count = System.preadv(self, fd, [before], offset)
-            self._unsynced.append((offset, bytes(before[:count])))
+            self._unsynced.append((_place(fd).name, offset, bytes(before[:count])))
         return super().pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
@@ -142,14 +142,21 @@ class LosingSystem(FaultySystem):
             num_before = len(self._unsynced)
         super().fdatasync(fd)
         with self._lock:
-            del self._unsynced[:num_before]
+            name, older = _place(fd).name, self._unsynced[:num_before]
+            self._unsynced[:num_before] = [write for write in older if write[0] != name]
 
     def lose(self, volume: Path) -> None:
-        """Take every write that was not synced back out of (a copy of) the volume."""
+        """Take every write that was not synced back out of (a copy of) the volume, in a directory of the same name."""
         with self._lock, open(volume, "r+b") as file:
-            for offset, before in reversed(self._unsynced):
-                file.seek(offset)
-                file.write(before)
+            for name, offset, before in reversed(self._unsynced):
+                if name == volume.parent.name:
+                    file.seek(offset)
+                    file.write(before)
+
+
+def _place(fd: int) -> Path:
+    """The directory of an open file."""
+    return Path(os.readlink(f"/proc/self/fd/{fd}")).parent
 
 
 def _raise(number: int) -> None:
