@@ -281,13 +281,14 @@ class Limits:
                 if chunk.inode <= newest:
                     break
                 needed.add(chunk.parent)
-            for chunk in old[start : start + _EXPIRED_AT_ONCE]:
+            some = old[start : start + _EXPIRED_AT_ONCE]
+            for chunk in some:
                 if not chunk.is_removed and self._is_expired(chunk, before_ns) and chunk.key not in needed:
                     self._residency.counters.expired += 1
                     self._residency.discard(chunk, "expire")
                 elif not chunk.is_removed:
                     needed.add(chunk.parent)
-            await self._residency.settle()
+            await self._residency.settle(some)
 
     def _is_expired(self, chunk: Chunk, before_ns: int) -> bool:
         return chunk.last_used_ns < before_ns and not chunk.leases and not self._residency.pins.is_held(chunk)

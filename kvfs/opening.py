@@ -18,7 +18,7 @@ import trio
 from kvfs.arena import Arena
 from kvfs.catalog import Chunk
 from kvfs.commits import Commits
-from kvfs.config import MIN_TIER_BYTES, Settings, VolumeSetting, format_size
+from kvfs.config import MIN_TIER_BYTES, Settings, VolumeSetting, exact_size, format_size
 from kvfs.documents import Documents
 from kvfs.erasing import Eraser
 from kvfs.errors import UsageError
@@ -36,7 +36,8 @@ from kvfs.system import System
 from kvfs.tiers.nvme import NvmeTier
 from kvfs.tiers.ram import RamTier
 from kvfs.unclaimed import PatientAllocator
-from kvfs.volume import NotMounted, Volume
+from kvfs.volume import FILE_NAME as VOLUME
+from kvfs.volume import Volume
 
 log = logging.getLogger(__name__)
 
@@ -143,25 +144,60 @@ def _open_volume(where: VolumeSetting, system: System) -> _Opened:
 async def _open_volumes(
     settings: Settings, system: System, events: EventLog, opened: list[_Opened]
 ) -> list[VolumeSetting]:
-    """Open the volumes, appending to `opened`; returns those whose device is gone.
+    """Open the volumes, appending to `opened`; returns those that are gone.
 
-    The cache goes on without those if another is there that was in use before: on a first start somebody is at hand who
-    can mend it, and a typing error is more likely. What an operator did wrong is refused in any case.
+    One is gone if the others know it and its file is not there, or its device fails: a drive that died, or is not mounted,
+    does not keep the cache down, and nothing is made in the place where it should be. What nobody knows yet is made, and
+    what an operator did wrong is refused, as in a cache of one volume.
     """
-    missing: list[tuple[VolumeSetting, UsageError]] = []
-    for where in settings.nvme:
-        try:
-            opened.append(await trio.to_thread.run_sync(_open_volume, where, system))
-        except UsageError as error:
-            if not _says_that_it_is_gone(error):
-                raise
-            missing.append((where, error))
-    if missing and all(each.volume.is_new for each in opened):
-        raise missing[0][1]
-    for where, reason in missing:
+    found: dict[str, _Opened] = {}
+    failed: dict[str, UsageError] = {}
+    try:
+        for where in settings.nvme:
+            if len(settings.nvme) == 1 or _may_be_there(where):
+                try:
+                    found[where.directory] = await trio.to_thread.run_sync(_open_volume, where, system)
+                except UsageError as error:
+                    if not _says_that_it_is_gone(error):
+                        raise
+                    failed[where.directory] = error
+        known = {directory for each in found.values() for directory in each.index.volumes()}
+        for where in settings.nvme:
+            if where.directory in found:
+                continue
+            if where.directory not in known:
+                if where.directory in failed:
+                    raise failed[where.directory]
+                found[where.directory] = await trio.to_thread.run_sync(_open_volume, where, system)
+            elif where.directory not in failed:
+                failed[where.directory] = UsageError(
+                    f"the volume in {where.directory} is not there any more (is the disk mounted? to begin a new one: "
+                    f"kvfs format {where.directory} {exact_size(where.size_bytes)})"
+                )
+    finally:
+        opened += [found[where.directory] for where in settings.nvme if where.directory in found]
+    for directory, reason in failed.items():
         log.error("%s: the cache goes on without it, and looks for it again at the next start", reason)
-        events.append("volume_missing", volume=where.directory, reason=str(reason))
-    return [where for where, _ in missing]
+        events.append("volume_missing", volume=directory, reason=str(reason))
+    _remember(opened, [where.directory for where in settings.nvme])
+    return [where for where in settings.nvme if where.directory in failed]
+
+
+def _may_be_there(where: VolumeSetting) -> bool:
+    try:
+        return Path(where.directory, VOLUME).exists()
+    except OSError:
+        return True
+
+
+def _remember(opened: Iterable[_Opened], directories: list[str]) -> None:
+    """Let each volume know the others."""
+    for each in opened:
+        try:
+            if len(directories) > 1 and each.index.volumes() != directories:
+                each.index.keep_volumes(directories)
+        except sqlite3.Error as error:
+            log.warning("the index could not be written: %s", error)
 
 
 def _says_that_it_is_gone(error: UsageError) -> bool:
@@ -169,7 +205,7 @@ def _says_that_it_is_gone(error: UsageError) -> bool:
     cause = error.__cause__
     if isinstance(cause, sqlite3.Error):
         return getattr(cause, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
-    return isinstance(cause, OSError) and (isinstance(error, NotMounted) or cause.errno in _GONE)
+    return isinstance(cause, OSError) and cause.errno in _GONE
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ consistent; after each `await` inside an `async` one the chunk may have been rem
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Iterable, Sequence
 
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 _SAVE_USE_EVERY_S = 10.0
 _FLUSH_AT_END_S = 60.0
+_FLUSH_OTHERS_S = 5.0
 _MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and stays when its last chunk goes
 
 
@@ -356,11 +358,16 @@ class Store:
         """Wait until nothing is dirty; returns False if the deadline came first."""
         if self._writer is None:
             return True
-        with trio.move_on_after(deadline_s):
+        end_s = trio.current_time() + deadline_s
+        with trio.move_on_at(end_s):
             await self._writer.drain()
             self._save_use()
             await self._residency.settle_and_erase()
             return True
+        if len(self.volumes) > 1:  # those whose device works are not to suffer from the other
+            with trio.move_on_after(_FLUSH_OTHERS_S), contextlib.suppress(UnavailableError):
+                self._save_use()
+                await self._residency.settle_and_erase()
         return False
 
     def run_in(self, nursery: trio.Nursery, life: trio.CancelScope) -> None:

@@ -52,10 +52,6 @@ class ForeignVolume(UsageError, FormatError):
     """A file in the place of the volume that does not begin like one."""
 
 
-class NotMounted(UsageError):
-    """The directory that a volume's directory lies in is not there."""
-
-
 class Volume:
     """An open volume.
 
@@ -253,7 +249,7 @@ def _make_directory(directory: Path, system: System) -> None:
     except FileNotFoundError as error:
         if directory.parent.is_dir():  # as in /proc
             raise UsageError(f"cannot open the volume in {directory}: no directory can be made there") from error
-        raise NotMounted(
+        raise UsageError(
             f"cannot open the volume in {directory}: {directory.parent} does not exist, and kvfs makes the last "
             "directory only; is the disk mounted?"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import time
 from collections import Counter
 from contextlib import closing
@@ -330,7 +331,8 @@ async def test_a_device_that_cannot_be_read_costs_only_its_own(tmp_path: Path) -
 
 
 @pytest.mark.expect_log("the cache goes on without it")
-async def test_a_disk_that_is_not_mounted_does_not_keep_the_cache_down(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_empty", [False, True])
+async def test_a_disk_that_is_not_mounted_does_not_keep_the_cache_down(tmp_path: Path, is_empty: bool) -> None:
     """What was on it is missed, everything goes to the other, and all is there when it comes back."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -343,6 +345,8 @@ async def test_a_disk_that_is_not_mounted_does_not_keep_the_cache_down(tmp_path:
         await store.flush()
         before = where(table)
     disk.rename(tmp_path / "away")
+    if is_empty:
+        disk.mkdir()  # of the file system below: nothing may be made there
     async with open_store(settings) as store:
         table = store.attach(NS)
         assert set(table.chunks) == {key for key, volume in before.items() if volume == 0}
@@ -351,6 +355,8 @@ async def test_a_disk_that_is_not_mounted_does_not_keep_the_cache_down(tmp_path:
         await store_chain(store, table, later)
         await store.flush()
         assert len(where(table)) == len(table.chunks)
+    if is_empty:
+        disk.rmdir()
     (tmp_path / "away").rename(disk)
     async with open_store(settings) as store:
         table = store.attach(NS)
@@ -375,7 +381,30 @@ async def test_a_device_that_gives_errors_at_the_start(tmp_path: Path) -> None:
             await read_all(store, chunk)
 
 
-async def test_a_typing_error_on_the_first_start_is_refused(tmp_path: Path) -> None:
+@pytest.mark.expect_log("the cache goes on without it")
+async def test_a_drive_that_was_replaced(tmp_path: Path) -> None:
+    """What is in its place is not taken for it; a volume that is made there on purpose is."""
+    chain = chain_of(NS, 40)
+    async with open_table(tmp_path, NS, volumes=2) as (store, table):
+        await store_chain(store, table, chain)
+    shutil.rmtree(tmp_path / "nvme2")
+    (tmp_path / "nvme2").mkdir()
+    async with open_table(tmp_path, NS, volumes=2) as (store, _):
+        assert store.statistics().volumes[1].kind == "missing"
+        assert not [*(tmp_path / "nvme2").iterdir()]
+    Volume.open(tmp_path / "nvme2", 32 << 20, System()).close()  # as kvfs format does
+    async with open_table(tmp_path, NS, volumes=2) as (store, table):
+        await store_chain(store, table, chain)
+        await store.flush()
+        assert set(where(table).values()) == {0, 1}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_typing_error_is_refused(tmp_path: Path, is_first: bool) -> None:
+    """Also in a volume that is added: the others do not know it."""
+    if not is_first:
+        async with open_table(tmp_path, NS):
+            pass
     volumes = (
         VolumeSetting(str(tmp_path / "nvme"), 32 << 20),
         VolumeSetting(str(tmp_path / "dsik" / "kvfs"), 32 << 20),

@@ -371,10 +371,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _assert_ram_is_under_pressure(self) -> None:
         """Room is refused only if nothing that is there may go."""
-        nvme = self.store.statistics().nvme
-        must_be_clean = nvme is not None and not nvme.is_degraded
+        volumes = self.store.statistics().volumes
         for chunk in self.store.catalog.chunks():
-            is_kept = self.store._residency.pins.is_held(chunk) and (nvme is None or chunk.is_dirty)
+            must_be_clean = bool(volumes) and not volumes[chunk.volume].is_degraded
+            is_kept = self.store._residency.pins.is_held(chunk) and (not volumes or chunk.is_dirty)
             assert chunk.ram == NOWHERE or chunk.leases or is_kept or (must_be_clean and chunk.is_dirty), chunk
 
     async def _do_publish(self, taken: Sequence[tuple[Node, Reservation]], bad: int = -1) -> list[StoreStatus]:
