@@ -306,6 +306,30 @@ async def test_a_small_ram_lets_go_of_what_the_bad_device_does_not_take(tmp_path
 
 
 @pytest.mark.expect_log(FAILS)
+async def test_what_waits_for_a_good_volume_is_not_let_go_for_a_bad_one(tmp_path: Path) -> None:
+    """While nothing is clean yet: only what the bad volume does not take may leave RAM before it is written."""
+    system = FaultySystem()
+    async with open_table(tmp_path, MIB, system, volumes=2, ram=8 << 20, nvme=64 << 20) as (store, table):
+        nvme = store._residency.nvme
+        assert nvme is not None
+        _, bad = nvme
+        system.write_gate.clear()
+        bad.tier.is_degraded = True  # as after a write that failed
+        good: list[bytes] = []
+        for seed in range(40):
+            (key,) = chain_of(MIB, 1, seed).keys
+            (new,) = new_chunks(chain_of(MIB, 1, seed))
+            if await store_chunk(store, table, new) is StoreStatus.STORED and nvme.choose(key) == 0:
+                good.append(key)
+        assert len(good) >= 3
+        assert store.counters.evictions_ram > 0
+        assert all(key in table.chunks for key in good)
+        system.write_gate.set()
+        assert await store.flush()
+        assert all(table.chunks[key].nvme != NOWHERE for key in good)
+
+
+@pytest.mark.expect_log(FAILS)
 async def test_a_device_that_cannot_be_read_costs_only_its_own(tmp_path: Path) -> None:
     system = FaultySystem()
     chain = chain_of(NS, 30)
