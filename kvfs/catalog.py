@@ -34,7 +34,8 @@ class Chunk(Member):
         length: bytes of the whole file, a multiple of 4096.
         created_ns, last_used_ns: nanoseconds since the epoch; only an engine's load counts as use.
         hits: loads so far; returns: how often it was stored again after an eviction.
-        ram, nvme: offset in the arena and in the volume, or NOWHERE. `nvme` is set once the bytes are durable.
+        ram, nvme: offset in the arena and in its volume, or NOWHERE. `nvme` is set once the bytes are durable.
+        volume: number of the volume that has it, or will.
         leases: holders who rely on the extents; neither is reused while it is above zero.
         is_removed: no longer visible; the extents go when the last lease ends.
         directory, previous, next: its place in the prefix view, kept by `PrefixTree`.
@@ -43,7 +44,7 @@ class Chunk(Member):
 
     __slots__ = (
         "created_ns", "hits", "is_removed", "last_used_ns", "leases", "length", "num_tokens", "nvme", "ram", "returns",
-        "table",
+        "table", "volume",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +60,7 @@ class Chunk(Member):
         self.returns = 0
         self.ram = NOWHERE
         self.nvme = NOWHERE
+        self.volume = 0
         self.leases = 0
         self.is_removed = False
 
@@ -113,7 +115,7 @@ class ChunkTable:
         chunks: by key.
         prefixes: the same chunks as a tree.
         created_ns: when the namespace was first seen.
-        number: its row in the index, 0 before it has one; never given to another.
+        numbers: its row in the index of each volume, by the number of the volume; never given to another.
         stored_bytes: of its chunks' files; reserved_bytes: of those to come.
         quota_bytes: most that both may be together; None: no limit.
         max_age_ns: chunks go when neither they nor what is built on them was used for so long; None: they do not.
@@ -126,7 +128,7 @@ class ChunkTable:
         self.directory = namespace.directory
         self.chunks: dict[Key, Chunk] = {}
         self.created_ns = created_ns
-        self.number = 0
+        self.numbers: dict[int, int] = {}
         self.stored_bytes = 0
         self.reserved_bytes = 0
         self.quota_bytes: int | None = None

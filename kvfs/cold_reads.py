@@ -19,7 +19,8 @@ from kvfs.chunk import geometry
 from kvfs.errors import CorruptChunk, KvfsError, UnavailableError
 from kvfs.promotion import drop_corrupt
 from kvfs.residency import Residency
-from kvfs.tiers.nvme import NvmeTier, slices
+from kvfs.stripes import Stripes
+from kvfs.tiers.nvme import slices
 from kvfs.volume import aligned_buffer
 
 MAX_BYTES = 256 << 20
@@ -40,7 +41,7 @@ class ColdReads:
     What is kept and what is being read take `MAX_BYTES` together, or one chunk that is larger; more reads wait in line.
     """
 
-    def __init__(self, residency: Residency, nvme: NvmeTier) -> None:
+    def __init__(self, residency: Residency, nvme: Stripes) -> None:
         self._residency = residency
         self._nvme = nvme
         self._buffers: OrderedDict[Chunk, _Buffer] = OrderedDict()
@@ -108,10 +109,11 @@ class ColdReads:
 
     async def _fill(self, chunk: Chunk, buffer: _Buffer) -> None:
         buffer.view = aligned_buffer(chunk.length)
+        tier = self._nvme.of(chunk).tier
         try:
             for piece in slices(geometry(chunk.table.namespace, chunk.num_tokens)):
-                await self._nvme.read(chunk, piece, buffer.view)
-                await self._nvme.verify(chunk, piece, buffer.view)
+                await tier.read(chunk, piece, buffer.view)
+                await tier.verify(chunk, piece, buffer.view)
         except CorruptChunk as error:
             drop_corrupt(self._residency, chunk, error)
             buffer.error = error

@@ -30,7 +30,7 @@ class _Round:
 
     def __init__(self) -> None:
         self.batch = Batch()
-        self.extents: list[tuple[int, int, Callable[[int, int], None] | None]] = []
+        self.extents: list[tuple[int, int, Callable[[int, int], None]]] = []
         self.done = trio.Event()
         self.error: sqlite3.Error | OSError | None = None
 
@@ -41,18 +41,13 @@ class Commits:
     The documents of namespaces, where they are kept, are durable before the rows of their namespaces are.
     """
 
-    def __init__(self, index: Index, free: Callable[[int, int], None], documents: Documents | None = None) -> None:
+    def __init__(self, index: Index, documents: Documents | None = None) -> None:
         self._index = index
         self._documents = documents
-        self._free = free
         self._round = _Round()
         self._wake = trio.Event()
         self._limiter = trio.CapacityLimiter(1)
         self._is_failing = False
-
-    def use(self, free: Callable[[int, int], None]) -> None:
-        """Give extents back to another allocator from now on."""
-        self._free = free
 
     def put(self, row: ChunkRow) -> None:
         """A chunk became clean. If the commit fails the row is forgotten: the caller learns of it from `flush`."""
@@ -101,8 +96,8 @@ class Commits:
         self._round.batch.removed[number] = directory
         self._wake.set()
 
-    def free_later(self, offset: int, length: int, free: Callable[[int, int], None] | None = None) -> None:
-        """Free an extent once no durable row can name it; `free` does it, if it is given."""
+    def free_later(self, offset: int, length: int, free: Callable[[int, int], None]) -> None:
+        """Let `free` have an extent once no durable row can name it."""
         self._round.extents.append((offset, length, free))
         self._wake.set()
 
@@ -140,7 +135,7 @@ class Commits:
             log.info("the index can be written again")
             self._is_failing = False
         for offset, length, free in current.extents:
-            (free or self._free)(offset, length)
+            free(offset, length)
         current.done.set()
 
     def _commit(self, batch: Batch) -> None:

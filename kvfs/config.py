@@ -24,6 +24,7 @@ import msgspec
 
 from kvfs.admission import Rule
 from kvfs.errors import ConfigError
+from kvfs.messages import MAX_VOLUMES
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 HugePages = Literal["auto", "never"]
@@ -92,20 +93,27 @@ def default_socket_directory() -> str:
     return f"{runtime}/kvfs" if runtime else f"{tempfile.gettempdir()}/kvfs-{os.geteuid()}"
 
 
+class VolumeSetting(msgspec.Struct, frozen=True):
+    """Where a volume lies, and how large it is."""
+
+    directory: str
+    size_bytes: int
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The settings in force.
 
     Attributes:
         mountpoint: absolute path of the directory that shows the cache.
         ram_bytes: size of the RAM tier ("ram").
-        nvme_directory, nvme_bytes: where the volume lies and its size, both None for a RAM cache ("nvme").
+        nvme: the volumes, each in a directory of its own; none for a RAM cache.
         socket_directory: plain directory outside the mount for session sockets.
         allow_other: whether users other than the daemon's may enter the mount (file modes still hold).
         access: "isolated" gives engines a read-only arena and a window each; "trusted" lets those of the daemon's own
             user write chunks in place, which saves a copy and trusts them not to write elsewhere.
         huge_pages: "auto" takes huge pages where the system has them, "never" takes 4 KiB pages.
         window_bytes: most memory that one session may use to hand over chunks ("window").
-        io_threads: threads that read and write the volume.
+        io_threads: threads that read and write a volume, for each.
         admission: "always" writes every chunk to NVMe, "second-use" only what was used again.
         write_budget_bytes: most that is written to NVMe a day (UTC), None for no bound ("write_budget").
         policy: who goes first when a tier is full: a name of `kvfs.policies.named`, or a class as ``package.module:Class``.
@@ -116,8 +124,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     mountpoint: str
     ram_bytes: int
-    nvme_directory: str | None = None
-    nvme_bytes: int | None = None
+    nvme: tuple[VolumeSetting, ...] = ()
     socket_directory: str = msgspec.field(default_factory=default_socket_directory)
     allow_other: bool = False
     access: Access = "isolated"
@@ -140,13 +147,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 "which leaves no room for the names of sockets",
             )
         _check_range("ram", self.ram_bytes, MIN_TIER_BYTES, MAX_TIER_BYTES)
-        if (self.nvme_directory is None) != (self.nvme_bytes is None):
-            raise _Mistake("nvme", " needs both a directory and a size, such as /data/kvfs:64GiB")
-        if self.nvme_directory is not None and self.nvme_bytes is not None:
-            _check_path("nvme", self.nvme_directory)
-            _check_range("nvme", self.nvme_bytes, MIN_TIER_BYTES, MAX_TIER_BYTES)
-            if _is_inside(self.nvme_directory, self.mountpoint):
-                raise ConfigError(f"the volume in {self.nvme_directory} cannot lie inside the mount itself")
+        for volume in self.nvme:
+            _check_path("nvme", volume.directory)
+            _check_range("nvme", volume.size_bytes, MIN_TIER_BYTES, MAX_TIER_BYTES)
+            if _is_inside(volume.directory, self.mountpoint):
+                raise ConfigError(f"the volume in {volume.directory} cannot lie inside the mount itself")
+        if len(self.nvme) > MAX_VOLUMES:
+            raise _Mistake("nvme", f" names {len(self.nvme)} volumes; there may be {MAX_VOLUMES}")
+        directories = [volume.directory for volume in self.nvme]
+        if twice := {each for each in directories if directories.count(each) > 1}:
+            raise _Mistake("nvme", f" names {min(twice)} twice; each volume needs a directory of its own")
         if _is_inside(self.socket_directory, self.mountpoint):
             raise _Mistake("socket_directory", f" {self.socket_directory} cannot lie inside the mount itself")
         _check_range("window", self.window_bytes, 1 << 16, 1 << 40)
@@ -229,8 +239,10 @@ def _flag(name: str) -> str:
 def to_toml(settings: Settings) -> str:
     """The settings as a TOML file that `load` reads back to the same settings. It holds no secrets."""
     lines = [f"mountpoint = {_quote(settings.mountpoint)}", f"ram = {_quote(exact_size(settings.ram_bytes))}"]
-    if settings.nvme_directory is not None and settings.nvme_bytes is not None:
-        lines.append(f"nvme = {_quote(f'{settings.nvme_directory}:{exact_size(settings.nvme_bytes)}')}")
+    volumes = [_quote(f"{each.directory}:{exact_size(each.size_bytes)}") for each in settings.nvme]
+    if volumes:
+        listed = ", ".join(volumes)
+        lines.append(f"nvme = {listed if len(volumes) == 1 else f'[{listed}]'}")
     lines += [
         f"socket_directory = {_quote(settings.socket_directory)}",
         f"allow_other = {str(settings.allow_other).lower()}",
@@ -281,21 +293,25 @@ def _field(name: str, value: Any, base: Path) -> dict[str, object]:
         except ConfigError as error:
             raise _Mistake(name, f": {error}") from error
     kind = NAMES[name]
+    if name == "nvme" and isinstance(value, list):
+        if not all(isinstance(each, str) for each in value):
+            raise _Mistake(name, f" must be a list of texts in quotes, not {value!r}")
+        return {name: tuple(_parse_nvme(each, base) for each in value)}
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise _Mistake(name, f" must be {_KIND[kind]}, not {value!r}")
     if name == "nvme":
-        return _parse_nvme(value, base)
+        return {name: (_parse_nvme(value, base),)}
     if name in _PATHS:
         return {name: _absolute(value, base)}
     return {name: value}
 
 
-def _parse_nvme(text: str, base: Path) -> dict[str, object]:
+def _parse_nvme(text: str, base: Path) -> VolumeSetting:
     directory, colon, size = text.rpartition(":")
     if not colon or not directory:
         raise _Mistake("nvme", f" is {text!r}; write a directory, a colon and a size, such as /data/kvfs:64GiB")
     try:
-        return {"nvme_directory": _absolute(directory, base), "nvme_bytes": parse_size(size)}
+        return VolumeSetting(_absolute(directory, base), parse_size(size))
     except ConfigError as error:
         raise _Mistake("nvme", f": {error}") from error
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=m.Reply)
 SESSION_LINK = Path(".kvfs") / "session"
-_MAX_FDS = 2
+_MAX_FDS = 1 + m.MAX_VOLUMES
 _MAX_IGNORED = 64
 
 
@@ -105,7 +105,7 @@ os.register_at_fork(after_in_child=_forget_questions)
 class Connection:
     """An open session.
 
-    Attributes: arena: the mapped arena, read-only; volume_fd; welcome; is_broken: nothing can be asked any more;
+    Attributes: arena: the mapped arena, read-only; volume_fds; welcome; is_broken: nothing can be asked any more;
     is_closed: nothing can be read either.
     """
 
@@ -116,7 +116,7 @@ class Connection:
         self._maps: list[mmap.mmap] = []
         self._window: memoryview | None = None
         self.arena = memoryview(b"")
-        self.volume_fd: int | None = None
+        self.volume_fds: list[int] = []
         self.welcome: m.Welcome | None = None
         self.is_broken = False
         self.is_closed = False
@@ -147,8 +147,7 @@ class Connection:
 
     def _take(self, welcome: m.Welcome, fds: list[int]) -> None:
         self.welcome = welcome
-        if welcome.has_volume and len(fds) > 1:
-            self.volume_fd = fds[1]
+        self.volume_fds = fds[1 : 1 + welcome.num_volumes]
         writable = mmap.PROT_WRITE if welcome.is_trusted else 0
         arena = mmap.mmap(fds[0], welcome.arena_bytes, prot=mmap.PROT_READ | writable)
         os.close(fds[0])
@@ -414,9 +413,9 @@ class Connection:
         self._end()
 
     def _unmap(self) -> None:
-        if self.volume_fd is not None:
-            os.close(self.volume_fd)
-            self.volume_fd = None
+        fds, self.volume_fds = self.volume_fds, []
+        for fd in fds:
+            os.close(fd)
         for view in (self.arena, self._window):
             if view is not None:
                 with contextlib.suppress(BufferError):

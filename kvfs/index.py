@@ -50,6 +50,7 @@ SET_ASIDE = FILE_NAME + ".set-aside"
 _UNCLAIMED = "unclaimed"
 _SPENT = "spent"
 _LEARNT = "learnt by the policy of "
+_VOLUMES = "volumes"
 _EXTENT = struct.Struct("<QQ")
 _NAMESPACES = "SELECT number, directory, document, created_ns FROM namespaces"
 _CHUNKS = (
@@ -248,6 +249,20 @@ class Index:
         """Remember which extents hold what no chunk of the index claims; durable when it returns."""
         packed = b"".join(_EXTENT.pack(*extent) for extent in extents)
         self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (_UNCLAIMED, packed))
+
+    def volumes(self) -> list[str]:
+        """The directories of all volumes of the cache when it was last open, as far as that is known."""
+        row = self._connection.execute("SELECT value FROM facts WHERE name = ?", (_VOLUMES,)).fetchone()
+        return (
+            row[0].decode("utf-8", "surrogateescape").split("\0")
+            if row is not None and isinstance(row[0], bytes)
+            else []
+        )
+
+    def keep_volumes(self, directories: Iterable[str]) -> None:
+        """Remember them; durable when it returns."""
+        packed = "\0".join(directories).encode("utf-8", "surrogateescape")
+        self._connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (_VOLUMES, packed))
 
     def copy(self, path: Path) -> None:
         """Write a copy of all of it to `path`, which must not exist; not durable yet. Raises sqlite3.Error."""

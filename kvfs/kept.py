@@ -65,7 +65,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Whose an arena is.
 
     Attributes: boot_id: of the boot; mountpoint: of its daemon; size_bytes: of the arena; volume: the identity of the
-    volume in hex, "" for a RAM cache, None as long as it is not known; nvme_directory: where that lies.
+    volumes in hex, "" for a RAM cache, None as long as it is not known; nvme_directories: where they lie.
     """
 
     format: str = FORMAT
@@ -73,14 +73,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     mountpoint: str
     size_bytes: int
     volume: str | None = None
-    nvme_directory: str | None = None
+    nvme_directories: tuple[str, ...] = ()
 
 
-def facts_of(mountpoint: str, size_bytes: int, nvme_directory: str | None) -> Facts:
+def facts_of(mountpoint: str, size_bytes: int, nvme_directories: tuple[str, ...]) -> Facts:
     """The facts of an arena that is made now."""
     return Facts(
         boot_id=_BOOT_ID.read_text().strip(), mountpoint=mountpoint, size_bytes=size_bytes,
-        nvme_directory=nvme_directory,
+        nvme_directories=nvme_directories,
     )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from kvfs.catalog import NOWHERE, Chunk, ChunkTable, last_needed
 from kvfs.config import format_size
 from kvfs.durations import NS
 from kvfs.errors import CapacityError, UnavailableError, UsageError
-from kvfs.index import LimitRow
 from kvfs.keys import Key
 from kvfs.pins import FOREVER
 from kvfs.residency import Residency
@@ -67,21 +66,17 @@ class Limits:
     async def pin(self, chunks: Sequence[Chunk], until_ns: int) -> int:
         """Pin chunks until then, nanoseconds since the epoch or FOREVER; returns how many were there.
 
-        Raises CapacityError if more than 3/4 of the lowest tier would have to stay, with nothing pinned;
+        Raises CapacityError if more than 3/4 of the lowest tier, or of a volume, would have to stay, with nothing pinned;
         UnavailableError if it may not be durable.
         """
         residency, pins = self._residency, self._residency.pins
-        part, whole = _PINNED_AT_MOST
-        most = residency.lowest.extents.capacity * part // whole
-        needed = pins.bytes_to_hold(chunk for chunk in chunks if not chunk.is_removed)
-        if needed and pins.held_bytes + needed > most:
-            reason = (
-                f"pins may hold {format_size(most)}, {part}/{whole} of the tier: {format_size(pins.held_bytes)} are held, "
-                f"and {format_size(needed)} more were to be"
-            )
-            log.warning("a pin was refused: %s", reason)
-            residency.events.append("pin_refused", reason=reason)
-            raise CapacityError(reason)
+        to_hold = pins.to_hold(chunk for chunk in chunks if not chunk.is_removed)
+        if residency.nvme is None:
+            self._check_pinned("the tier", to_hold, pins.held_bytes, residency.capacity)
+        for stripe in residency.nvme or ():
+            there = [chunk for chunk in to_hold if chunk.volume == stripe.number]
+            what = "the tier" if len(residency.nvme or ()) == 1 else f"the volume in {stripe.directory}"
+            self._check_pinned(what, there, stripe.held_bytes, stripe.tier.extents.capacity)
         count = 0
         remaining = iter(chunks)
         while some := list(islice(remaining, _AT_ONCE)):
@@ -95,18 +90,34 @@ class Limits:
             until = "forever" if until_ns == FOREVER else until_ns
             residency.events.append("pin", namespace=chunks[0].table.directory, chunks=count, until_ns=until)
         self._wake.set()
-        await residency.settle()
+        await residency.settle(chunks)
         return count
+
+    def _check_pinned(self, what: str, to_hold: Iterable[Chunk], held_bytes: int, capacity: int) -> None:
+        """Raise CapacityError if too much of a volume, or of a RAM cache, would be held with these."""
+        part, whole = _PINNED_AT_MOST
+        most = capacity * part // whole
+        needed = sum(chunk.length for chunk in to_hold)
+        if needed and held_bytes + needed > most:
+            reason = (
+                f"pins may hold {format_size(most)}, {part}/{whole} of {what}: {format_size(held_bytes)} are held, "
+                f"and {format_size(needed)} more were to be"
+            )
+            log.warning("a pin was refused: %s", reason)
+            self._residency.events.append("pin_refused", reason=reason)
+            raise CapacityError(reason)
 
     async def unpin(self, chunks: Iterable[Chunk]) -> int:
         """End the pins of these chunks; returns how many had one. Raises UnavailableError if it may not be durable."""
         remaining = iter(chunks)
-        count = 0
+        unpinned: list[Chunk] = []
         while some := list(islice(remaining, _AT_ONCE)):
-            count += self._ended([chunk for chunk in some if self._residency.pins.unpin(chunk)])
+            ended = [chunk for chunk in some if self._residency.pins.unpin(chunk)]
+            self._ended(ended)
+            unpinned += ended
             await trio.lowlevel.checkpoint()
-        await self._residency.settle()
-        return count
+        await self._residency.settle(unpinned)
+        return len(unpinned)
 
     def end_of_pin(self, chunk: Chunk) -> int | None:
         """When a chunk's pin ends, nanoseconds since the epoch or FOREVER; None if it is not pinned."""
@@ -117,10 +128,10 @@ class Limits:
         return self._residency.pins.common_end(chunks, self._system.time_ns()) if self._residency.pins else None
 
     def _keep(self, chunk: Chunk, until_ns: int | None) -> None:
-        if self._residency.commits is not None:
-            self._residency.commits.pin(chunk.table.number, chunk.key, until_ns)
+        if self._residency.nvme is not None:
+            self._residency.nvme.of(chunk).pin(chunk, until_ns)
 
-    def _ended(self, chunks: list[Chunk]) -> int:
+    def _ended(self, chunks: list[Chunk]) -> None:
         by_namespace: dict[str, int] = {}
         for chunk in chunks:
             self._keep(chunk, None)
@@ -129,7 +140,6 @@ class Limits:
             self._may_let_go(table)
         for directory, count in by_namespace.items():
             self._residency.events.append("unpin", namespace=directory, chunks=count)
-        return len(chunks)
 
     # quotas
 
@@ -226,10 +236,12 @@ class Limits:
     def _in_lowest(self, table: ChunkTable) -> Iterator[Chunk]:
         """Those in the lowest tier that are not held, in its order of eviction, or by last use if they are few."""
         residency = self._residency
-        order = residency.lowest.policy
-        if len(table.chunks) * _SMALL_SHARE >= len(order):
-            return order.victims(lambda chunk: chunk.table is table)
-        tier = "nvme" if residency.lowest is residency.nvme else "ram"
+        nvme = residency.nvme
+        if len(table.chunks) * _SMALL_SHARE >= (len(residency.ram.policy) if nvme is None else nvme.num_chunks):
+            if nvme is not None:
+                return nvme.victims(table)
+            return residency.ram.policy.victims(lambda chunk: chunk.table is table)
+        tier = "ram" if nvme is None else "nvme"
         needed_ns = last_needed(table.chunks.values())
         few = [
             chunk for chunk in table.chunks.values()
@@ -269,13 +281,14 @@ class Limits:
                 if chunk.inode <= newest:
                     break
                 needed.add(chunk.parent)
-            for chunk in old[start : start + _EXPIRED_AT_ONCE]:
+            some = old[start : start + _EXPIRED_AT_ONCE]
+            for chunk in some:
                 if not chunk.is_removed and self._is_expired(chunk, before_ns) and chunk.key not in needed:
                     self._residency.counters.expired += 1
                     self._residency.discard(chunk, "expire")
                 elif not chunk.is_removed:
                     needed.add(chunk.parent)
-            await self._residency.settle()
+            await self._residency.settle(some)
 
     def _is_expired(self, chunk: Chunk, before_ns: int) -> bool:
         return chunk.last_used_ns < before_ns and not chunk.leases and not self._residency.pins.is_held(chunk)
@@ -290,8 +303,8 @@ class Limits:
         self._residency.events.append(
             "limits", namespace=table.directory, quota_bytes=table.quota_bytes, max_age_ns=table.max_age_ns
         )
-        if self._residency.commits is not None:
-            self._residency.commits.limit(LimitRow(table.number, table.quota_bytes, table.max_age_ns))
+        for stripe in self._residency.nvme or ():
+            stripe.limit(table)
         await self._sweep(table)
         await self._residency.settle()
 

@@ -195,11 +195,12 @@ class Load:
             raise UnavailableError(f"chunk {self._chains[index][:16].hex()} is not stored")
         if place.tier is Tier.RAM:
             return connection.arena[place.offset : place.offset + place.length].toreadonly()
-        if connection.volume_fd is None:
+        fds = connection.volume_fds
+        if place.volume >= len(fds):
             raise UnavailableError("there is no room in RAM and the volume cannot be read")
         buffer = aligned_buffer(align(place.length))
         try:
-            _read_to_the_end(connection.volume_fd, buffer[: place.length], place.offset)
+            _read_to_the_end(fds[place.volume], buffer[: place.length], place.offset)
         except OSError as error:
             raise UnavailableError(f"the volume could not be read: {error}") from error
         return buffer[: place.length].toreadonly()

@@ -18,12 +18,13 @@ import msgspec
 
 from kvfs.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 """2: a chunk may be published without checksums; `Arrived` names the chunks that are ahead. 3: `Matched` names tiers;
-`Prefetch` and `Cancel`."""
+`Prefetch` and `Cancel`. 4: several volumes."""
 
 MAX_MESSAGE_BYTES = 160 * 1024
 MAX_BATCH = 4096
+MAX_VOLUMES = 16
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -176,7 +177,7 @@ class Suspect(Request, frozen=True, tag="suspect"):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """Answer to `Hello`; carries the descriptor of the arena and, if there is one, that of the volume (read-only).
+    """Answer to `Hello`; carries the descriptor of the arena and those of `num_volumes` volumes (read-only).
 
     `arena_bytes` are mapped by the client at offset 0. `max_window_bytes` bounds what `OpenWindow` may ask for. A client
     that `is_trusted` gets the arena writable and no window: the offsets of its slots count from the arena's start.
@@ -186,7 +187,7 @@ class Welcome(Reply, frozen=True, tag="welcome"):
     directory: str
     arena_bytes: Size
     max_window_bytes: Size
-    has_volume: bool
+    num_volumes: Annotated[int, msgspec.Meta(ge=0, le=MAX_VOLUMES)]
     is_trusted: bool
 
 
@@ -208,15 +209,17 @@ class Matched(Reply, frozen=True, tag="matched"):
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where one chunk lies: a whole file, header first, at `offset` of the arena (RAM) or the volume (NVME).
+    """Where one chunk lies: a whole file, header first, at `offset` of the arena (RAM) or of a volume (NVME).
 
-    `tier` NONE is a miss. `source` says where the chunk was when the load was asked for.
+    `volume` counts from 0, in the order of the descriptors in `Welcome`. `tier` NONE is a miss. `source` says where the
+    chunk was when the load was asked for.
     """
 
     tier: Tier
     source: Tier
     offset: Size
     length: Size
+    volume: Annotated[int, msgspec.Meta(ge=0, lt=MAX_VOLUMES)] = 0
 
 
 class Loaded(Reply, frozen=True, tag="loaded"):

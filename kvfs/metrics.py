@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 
 import msgspec
 import prometheus_client
@@ -110,11 +111,12 @@ def _encode(line: dict[str, object]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A value as it stands now."""
+    """A value as it stands now. Those of one name stand together; a label tells them apart."""
 
     name: str
     help: str
     value: float
+    label: tuple[str, str] | None = None
 
 
 class _Collector(Collector):
@@ -127,8 +129,15 @@ class _Collector(Collector):
             yield CounterMetricFamily(
                 f"kvfs_{item.name}", item.metadata["help"], value=getattr(self._counters, item.name)
             )
-        for gauge in self._gauges:
-            yield GaugeMetricFamily(f"kvfs_{gauge.name}", gauge.help, value=gauge.value)
+        for _, named in groupby(self._gauges, key=lambda gauge: gauge.name):
+            first, *others = named
+            if first.label is None:
+                yield GaugeMetricFamily(f"kvfs_{first.name}", first.help, value=first.value)
+                continue
+            family = GaugeMetricFamily(f"kvfs_{first.name}", first.help, labels=[first.label[0]])
+            for gauge in (first, *others):
+                family.add_metric([gauge.label[1] if gauge.label is not None else ""], gauge.value)
+            yield family
 
 
 def render(counters: Counters, gauges: list[Gauge]) -> bytes:

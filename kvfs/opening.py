@@ -5,11 +5,13 @@ Everything that an operator can mend is refused here in one sentence, before any
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -18,29 +20,39 @@ import trio
 from kvfs import kept as kept_places
 from kvfs import remembering
 from kvfs.arena import Arena
+from kvfs.catalog import Chunk
 from kvfs.chunk import align
 from kvfs.commits import Commits
-from kvfs.config import MIN_TIER_BYTES, Settings, format_size
+from kvfs.config import MIN_TIER_BYTES, Settings, VolumeSetting, exact_size, format_size
 from kvfs.documents import Documents
+from kvfs.erasing import Eraser
 from kvfs.errors import UsageError
 from kvfs.index import FILE_NAME, Index
 from kvfs.memory import largest_arena
 from kvfs.metrics import Counters, EventLog
+from kvfs.policies import Policy
 from kvfs.policies import named as policies
-from kvfs.recovery import recover
+from kvfs.recovery import Contents, read, recover
 from kvfs.residency import Residency
 from kvfs.scanning import has_chunks
 from kvfs.store import Store
+from kvfs.stripes import Stripe, Stripes
 from kvfs.system import System
 from kvfs.takeover import Takeover
 from kvfs.tiers.nvme import NvmeTier
 from kvfs.tiers.ram import RamTier
 from kvfs.unclaimed import PatientAllocator
+from kvfs.volume import FILE_NAME as VOLUME
 from kvfs.volume import Volume
 
 log = logging.getLogger(__name__)
 
 _MAX_WINDOWS = 16
+_GONE = (
+    errno.EIO, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.EUCLEAN, errno.EREMOTEIO,
+    errno.ETIMEDOUT,
+)  # fmt: skip
+"""What the system says of a device that failed, or is not there."""
 
 
 def _check_memory(settings: Settings, system: System) -> None:
@@ -62,6 +74,8 @@ def _told(what: str) -> Iterator[None]:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise UsageError(f"cannot open {what}: {error.strerror or error}{where}") from error
+    except sqlite3.Error as error:
+        raise UsageError(f"cannot open {what}: the index cannot be read: {error}") from error
 
 
 def _hold_back(volume: Volume, index: Index) -> None:
@@ -79,8 +93,8 @@ def _hold_back(volume: Volume, index: Index) -> None:
     )  # fmt: skip
 
 
-def _tell_of_unclaimed(nvme: NvmeTier) -> None:
-    left = nvme.extents.unclaimed if isinstance(nvme.extents, PatientAllocator) else []
+def _tell_of_unclaimed(stripes: Iterable[Stripe]) -> None:
+    left = [extent for stripe in stripes for extent in _unclaimed(stripe.tier)]
     if left:
         log.info(
             "%s of the volume are kept as an index that was lost left them, as long as there is other room",
@@ -88,9 +102,13 @@ def _tell_of_unclaimed(nvme: NvmeTier) -> None:
         )
 
 
+def _unclaimed(nvme: NvmeTier) -> list[tuple[int, int]]:
+    return nvme.extents.unclaimed if isinstance(nvme.extents, PatientAllocator) else []
+
+
 def _keep_what_is_left(index: Index, nvme: NvmeTier) -> None:
     """Remember what of an unclaimed volume is still as it was."""
-    left = nvme.extents.unclaimed if isinstance(nvme.extents, PatientAllocator) else []
+    left = _unclaimed(nvme)
     try:
         if left != index.unclaimed():
             index.keep_unclaimed(left)
@@ -104,7 +122,9 @@ def _open_arena(settings: Settings, system: System, place: Path | None) -> Arena
     facts = None
     if place is not None:
         size = align(settings.ram_bytes)
-        facts = kept_places.facts_of(os.path.realpath(settings.mountpoint), size, settings.nvme_directory)
+        facts = kept_places.facts_of(
+            os.path.realpath(settings.mountpoint), size, tuple(where.directory for where in settings.nvme)
+        )
         kept = kept_places.find(place, facts, windows)
         if kept is not None:
             return Arena.of(kept, windows)
@@ -119,12 +139,12 @@ def _open_arena(settings: Settings, system: System, place: Path | None) -> Arena
     )
 
 
-def _bind(kept: kept_places.Kept, volume: Volume | None) -> None:
-    """Let the arena belong to the volume; the chunks of another are forgotten. Raises OSError."""
-    identity = volume.identity.hex() if volume is not None else ""
+def _bind(kept: kept_places.Kept, volumes: Iterable[Volume]) -> None:
+    """Let the arena belong to the volumes; the chunks of others are forgotten. Raises OSError."""
+    identity = " ".join(sorted(volume.identity.hex() for volume in volumes))
     found = kept_places.read_facts(kept.path)
     if found is not None and found.volume != identity:
-        log.warning("the RAM tier of the daemon before this one belongs to another volume: it begins empty")
+        log.warning("the RAM tier of the daemon before this one belongs to other volumes: it begins empty")
         kept.forget_chunks()
     kept.write_facts(msgspec.structs.replace(kept.facts, volume=identity))
 
@@ -157,6 +177,104 @@ def _leave(arena: Arena, *, is_flushed: bool) -> None:
         log.info("the RAM tier stays, for the next mount here: %s", format_size(arena.size_bytes))
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A volume that is there."""
+
+    volume: Volume
+    index: Index
+    contents: Contents
+    documents: Documents
+
+    def stripe(self, number: int, settings: Settings, policy: Policy[Chunk], counters: Counters) -> Stripe:
+        tier = NvmeTier(self.volume, settings.io_threads, policy)
+        commits = Commits(self.index, self.documents)
+        directory = str(self.volume.path.parent)
+        return Stripe(number, directory, self.volume.identity, tier, commits, Eraser(tier, counters))
+
+
+def _open_volume(where: VolumeSetting, system: System) -> _Opened:
+    directory = Path(where.directory)
+    with ExitStack() as undo, _told(f"the volume in {directory}"):
+        volume = Volume.open(directory, where.size_bytes, system)
+        undo.callback(volume.close)
+        index = Index.open(directory / FILE_NAME, volume.identity)
+        undo.callback(index.close)
+        _hold_back(volume, index)
+        documents = Documents(directory)
+        with _told(f"the documents of the namespaces in {documents.path}"):
+            contents = read(index, documents)
+        undo.pop_all()
+    return _Opened(volume, index, contents, documents)
+
+
+async def _open_volumes(
+    settings: Settings, system: System, events: EventLog, opened: list[_Opened]
+) -> list[VolumeSetting]:
+    """Open the volumes, appending to `opened`; returns those that are gone.
+
+    One is gone if the others know it and its file is not there, or its device fails: a drive that died, or is not mounted,
+    does not keep the cache down, and nothing is made in the place where it should be. What nobody knows yet is made, and
+    what an operator did wrong is refused, as in a cache of one volume.
+    """
+    found: dict[str, _Opened] = {}
+    failed: dict[str, UsageError] = {}
+    try:
+        for where in settings.nvme:
+            if len(settings.nvme) == 1 or _may_be_there(where):
+                try:
+                    found[where.directory] = await trio.to_thread.run_sync(_open_volume, where, system)
+                except UsageError as error:
+                    if not _says_that_it_is_gone(error):
+                        raise
+                    failed[where.directory] = error
+        known = {directory for each in found.values() for directory in each.index.volumes()}
+        for where in settings.nvme:
+            if where.directory in found:
+                continue
+            if where.directory not in known:
+                if where.directory in failed:
+                    raise failed[where.directory]
+                found[where.directory] = await trio.to_thread.run_sync(_open_volume, where, system)
+            elif where.directory not in failed:
+                failed[where.directory] = UsageError(
+                    f"the volume in {where.directory} is not there any more (is the disk mounted? to begin a new one: "
+                    f"kvfs format {where.directory} {exact_size(where.size_bytes)})"
+                )
+    finally:
+        opened += [found[where.directory] for where in settings.nvme if where.directory in found]
+    for directory, reason in failed.items():
+        log.error("%s: the cache goes on without it, and looks for it again at the next start", reason)
+        events.append("volume_missing", volume=directory, reason=str(reason))
+    _remember(opened, [where.directory for where in settings.nvme])
+    return [where for where in settings.nvme if where.directory in failed]
+
+
+def _may_be_there(where: VolumeSetting) -> bool:
+    try:
+        return Path(where.directory, VOLUME).exists()
+    except OSError:
+        return True
+
+
+def _remember(opened: Iterable[_Opened], directories: list[str]) -> None:
+    """Let each volume know the others."""
+    for each in opened:
+        try:
+            if len(directories) > 1 and each.index.volumes() != directories:
+                each.index.keep_volumes(directories)
+        except sqlite3.Error as error:
+            log.warning("the index could not be written: %s", error)
+
+
+def _says_that_it_is_gone(error: UsageError) -> bool:
+    """Whether a device is to blame, and not what an operator asked for."""
+    cause = error.__cause__
+    if isinstance(cause, sqlite3.Error):
+        return getattr(cause, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+    return isinstance(cause, OSError) and cause.errno in _GONE
+
+
 @asynccontextmanager
 async def open_store(
     settings: Settings, system: System | None = None, place: Path | None = None
@@ -171,40 +289,29 @@ async def open_store(
     events, counters = EventLog(system), Counters()
     with _told("the RAM tier"):
         arena = await trio.to_thread.run_sync(_open_arena, settings, system, place)
-    volume: Volume | None = None
-    index: Index | None = None
+    opened: list[_Opened] = []
     try:
-        nvme = commits = documents = None
-        if settings.nvme_directory is not None and settings.nvme_bytes is not None:
-            directory = Path(settings.nvme_directory)
-            with _told(f"the volume in {directory}"):
-                volume = Volume.open(directory, settings.nvme_bytes, system)
-                index = Index.open(directory / FILE_NAME, volume.identity)
-                await trio.to_thread.run_sync(_hold_back, volume, index)
-            nvme = NvmeTier(volume, settings.io_threads, make_policy(system.monotonic))
-            documents = Documents(directory)
-            commits = Commits(index, nvme.extents.free, documents)
+        missing = await _open_volumes(settings, system, events, opened)
+        stripes = [
+            each.stripe(number, settings, make_policy(system.monotonic), counters) for number, each in enumerate(opened)
+        ]
         ram = RamTier(arena, make_policy(system.monotonic))
-        residency = Residency(ram, nvme, commits, counters, events, system)
-        if index is not None and nvme is not None and commits is not None and documents is not None:
-            with _told(f"the documents of the namespaces in {documents.path}"):
-                nvme.extents = await trio.to_thread.run_sync(
-                    recover, residency, nvme, commits, index, documents, system.time_ns()
-                )
-            commits.use(nvme.extents.free)
-            _tell_of_unclaimed(nvme)
+        residency = Residency(ram, Stripes(stripes) if stripes else None, counters, events, system)
+        if stripes:
+            await trio.to_thread.run_sync(recover, residency, [each.contents for each in opened], system.time_ns())
+            _tell_of_unclaimed(stripes)
         async with trio.open_nursery() as nursery:
-            store = Store(settings, system, residency, nursery, arena, volume)
+            volumes = [each.volume for each in opened]
+            store = Store(settings, system, residency, nursery, arena, volumes, missing)
             life = trio.CancelScope(shield=True)
             takeover, is_taking_over = None, False
             if arena.kept is not None:
                 with _told("the RAM tier"):
-                    _bind(arena.kept, volume)
+                    _bind(arena.kept, volumes)
                     takeover = _begin_takeover(arena.kept, store, residency, settings.io_threads)
                 arena.is_to_stay = False  # from here on an end in order is one
             store.run_in(nursery, life)
-            if commits is not None:
-                nursery.start_soon(remembering.keep, residency, commits)
+            nursery.start_soon(remembering.keep, residency)
             try:
                 await residency.settle()  # rows that were dropped are gone before their extents are used
                 if takeover is not None:
@@ -224,15 +331,13 @@ async def open_store(
                         await takeover.is_over.wait()  # what is dirty may be among what was not looked at yet
                         takeover.life.cancel()
                     _leave(arena, is_flushed=await store.flush())
-                    if commits is not None:
-                        await remembering.at_the_end(residency, commits)
+                    await remembering.at_the_end(residency)
                 life.cancel()
                 nursery.cancel_scope.cancel()
-        if index is not None and nvme is not None:
-            _keep_what_is_left(index, nvme)
+        for each, stripe in zip(opened, stripes, strict=True):
+            _keep_what_is_left(each.index, stripe.tier)
     finally:
-        if index is not None:
-            index.close()
-        if volume is not None:
-            volume.close()
+        for each in opened:
+            each.index.close()
+            each.volume.close()
         arena.close()

@@ -76,17 +76,15 @@ class Pins:
         """No pin ends before this; FOREVER if none will."""
         return self._ends[0][0] if self._ends else FOREVER
 
-    def bytes_to_hold(self, chunks: Iterable[Chunk]) -> int:
-        """How many more bytes would be held if these chunks were pinned."""
+    def to_hold(self, chunks: Iterable[Chunk]) -> set[Chunk]:
+        """What would be held besides if these chunks were pinned."""
         found: set[Chunk] = set()
-        size = 0
         for chunk in chunks:
             above: Chunk | None = chunk
             while above is not None and above not in self._held and above not in found:
                 found.add(above)
-                size += above.length
                 above = above.above()
-        return size
+        return found
 
     def pin(self, chunk: Chunk, until_ns: int) -> None:
         """Pin a visible chunk, or change the end of its pin."""

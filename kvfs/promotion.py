@@ -3,7 +3,7 @@
 The chunks of one load are read layer by layer across all of them, so that an engine can begin with the first layers
 while the last are still on their way.
 
-Concurrency: bookkeeping on the event loop's thread, transfers in the NVMe tier's threads. A promotion goes on when
+Concurrency: bookkeeping on the event loop's thread, transfers in the threads of the chunk's volume. A promotion goes on when
 whoever asked for it is gone: the bytes are as good for the next.
 """
 
@@ -19,6 +19,7 @@ import trio
 from kvfs.catalog import Chunk
 from kvfs.errors import CorruptChunk, KvfsError, UnavailableError
 from kvfs.residency import Residency
+from kvfs.stripes import Stripes
 from kvfs.tiers.nvme import NvmeTier, Slice, verify
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Promotion:
 class Promoter:
     """Starts promotions and finds those that are under way."""
 
-    def __init__(self, residency: Residency, nvme: NvmeTier, nursery: trio.Nursery) -> None:
+    def __init__(self, residency: Residency, nvme: Stripes, nursery: trio.Nursery) -> None:
         self._residency = residency
         self._nvme = nvme
         self._nursery = nursery
@@ -102,27 +103,29 @@ class Promoter:
                     self._residency.release(chunk)
                 else:
                     buffer = self._residency.ram.view(offset, chunk.length)
-                    pieces = self._nvme.pieces(chunk)
+                    pieces = self._nvme.of(chunk).tier.pieces(chunk)
                     promotion = self._under_way[chunk] = Promotion(chunk, offset, buffer, pieces)
                     begun.append(promotion)
             promotions.append(promotion)
         if begun:
-            self._nursery.start_soon(self._read, begun)
+            for stripe in self._nvme.holding([promotion.chunk for promotion in begun]):
+                there = [promotion for promotion in begun if promotion.chunk.volume == stripe.number]
+                self._nursery.start_soon(self._read, stripe.tier, there)
         return promotions
 
-    async def _read(self, promotions: list[Promotion]) -> None:
-        """Read all pieces, the first of every chunk before the second of any."""
+    async def _read(self, tier: NvmeTier, promotions: list[Promotion]) -> None:
+        """Read all pieces from one volume, the first of every chunk before the second of any."""
         queue: deque[tuple[Promotion, int]] = deque()
         for number in range(max(len(promotion.pieces) for promotion in promotions)):
             queue.extend((promotion, number) for promotion in promotions if number < len(promotion.pieces))
         token = trio.lowlevel.current_trio_token()
         async with trio.open_nursery() as nursery:
-            for _ in range(min(self._nvme.num_threads, len(queue))):
-                nursery.start_soon(self._nvme.in_thread, self._read_pieces, queue, token)
+            for _ in range(min(tier.num_threads, len(queue))):
+                nursery.start_soon(tier.in_thread, self._read_pieces, tier, queue, token)
         if any(self._under_way.get(promotion.chunk) is promotion for promotion in promotions):
             raise AssertionError("a promotion never ended")
 
-    def _read_pieces(self, queue: deque[tuple[Promotion, int]], token: trio.lowlevel.TrioToken) -> None:
+    def _read_pieces(self, tier: NvmeTier, queue: deque[tuple[Promotion, int]], token: trio.lowlevel.TrioToken) -> None:
         """In a thread: read and verify piece after piece; hopping back for each would cost a tenth of the speed."""
         while True:
             try:
@@ -130,14 +133,14 @@ class Promoter:
             except IndexError:
                 trio.from_thread.run_sync(int)  # what was handed to the loop before this has been carried out
                 return
-            error = self._read_piece(promotion, number)
+            error = self._read_piece(tier, promotion, number)
             token.run_sync_soon(self._piece_ended, promotion, number, error)
 
-    def _read_piece(self, promotion: Promotion, number: int) -> KvfsError | None:
+    def _read_piece(self, tier: NvmeTier, promotion: Promotion, number: int) -> KvfsError | None:
         chunk, piece = promotion.chunk, promotion.pieces[number]
         try:
             if not promotion.has_failed:
-                self._nvme.read_now(chunk, piece, promotion.buffer)
+                tier.read_now(chunk, piece, promotion.buffer)
                 if number:  # the checksums are in the header, and another thread may still be reading that
                     promotion.has_header.wait()
                 if not promotion.has_failed:

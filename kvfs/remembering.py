@@ -7,12 +7,12 @@ policy or a later version, is forgotten; it costs hits for a while, and no chunk
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import trio
 
 from kvfs.catalog import Chunk, ChunkTable
-from kvfs.commits import Commits
 from kvfs.errors import UnavailableError, UsageError
 from kvfs.index import Index
 from kvfs.policies import Holding
@@ -24,47 +24,62 @@ _EVERY_S = 600.0
 _AT_THE_END_S = 5.0
 
 
-def recall(residency: Residency, index: Index) -> None:
-    """Let the policies go on where they were; called before any chunk came, when the namespaces are known."""
-    for tier, policy in _policies(residency):
-        learnt = index.learnt(tier)
-        if learnt is None:
-            continue
-        try:
-            policy.recall(learnt, residency.catalog.tables.get)
-        except UsageError as error:
-            log.info("the policy of %s begins anew: %s", tier, error)
+class Learnt(NamedTuple):
+    """What stands in one index: by the policy of RAM, and of that volume."""
+
+    ram: bytes | None
+    nvme: bytes | None
 
 
-def remember(residency: Residency, commits: Commits) -> None:
-    """Have what was learned written with the next transaction."""
-    for tier, policy in _policies(residency):
-        learnt = policy.learnt(_name)
-        if learnt is not None:
-            commits.learnt(tier, learnt)
+def remembered(index: Index) -> Learnt:
+    """What an index has. Raises sqlite3.Error."""
+    return Learnt(index.learnt("ram"), index.learnt("nvme"))
 
 
-async def keep(residency: Residency, commits: Commits) -> None:
+def recall(residency: Residency, learnt: Sequence[Learnt]) -> None:
+    """Let the policies go on where they were; called before any chunk came, when the namespaces are known.
+
+    `learnt` has what stands in the index of each volume. What RAM's learned stands in all, and counts from the first.
+    """
+    _recall(residency, residency.ram.policy, next((each.ram for each in learnt if each.ram is not None), None))
+    for stripe, each in zip(residency.nvme or (), learnt, strict=True):
+        _recall(residency, stripe.tier.policy, each.nvme)
+
+
+def _recall(residency: Residency, policy: Holding[Chunk], learnt: bytes | None) -> None:
+    if learnt is None:
+        return
+    try:
+        policy.recall(learnt, residency.catalog.tables.get)
+    except UsageError as error:
+        log.info("a policy begins anew: %s", error)
+
+
+def remember(residency: Residency) -> None:
+    """Have what was learned written with the next transaction of each index."""
+    ram = residency.ram.policy.learnt(_name)
+    for stripe in residency.nvme or ():
+        for tier, learnt in (("ram", ram), ("nvme", stripe.tier.policy.learnt(_name))):
+            if learnt is not None:
+                stripe.commits.learnt(tier, learnt)
+
+
+async def keep(residency: Residency) -> None:
     """Do so every ten minutes, for ever."""
     while True:
         await trio.sleep(_EVERY_S)
-        remember(residency, commits)
+        remember(residency)
 
 
-async def at_the_end(residency: Residency, commits: Commits) -> None:
-    """Do so, and wait until it is durable, if the index can be written; for a few seconds."""
-    remember(residency, commits)
+async def at_the_end(residency: Residency) -> None:
+    """Do so, and wait until it is durable, where an index can be written; for a few seconds."""
+    remember(residency)
     with trio.move_on_after(_AT_THE_END_S):
-        try:
-            await commits.flush()
-        except UnavailableError as error:
-            log.warning("what the policies have learned is lost: %s", error)
-
-
-def _policies(residency: Residency) -> Iterator[tuple[str, Holding[Chunk]]]:
-    yield "ram", residency.ram.policy
-    if residency.nvme is not None:
-        yield "nvme", residency.nvme.policy
+        for stripe in residency.nvme or ():
+            try:
+                await stripe.commits.flush()
+            except UnavailableError as error:
+                log.warning("what the policies have learned is lost: %s", error)
 
 
 def _name(table: Hashable) -> str:

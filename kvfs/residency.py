@@ -6,7 +6,7 @@ somebody still reads them. The transfers themselves are elsewhere (`promotion`, 
 Invariants, between any two awaits:
 * a visible chunk has an extent in at least one tier, or is being given one by the task that made it;
 * the extents of a leased chunk are neither reused nor written;
-* an extent of the volume is free only if no committed row of the index names it;
+* an extent of a volume is free only if no committed row of the index names it;
 * what is pinned, or has to stay for the sake of what is, is not evicted from the lowest tier;
 * no chunk is evicted to make room for one that is built on it;
 * what is kept back from NVMe is in RAM, and may be evicted from there unless it is held.
@@ -18,21 +18,22 @@ they return and must be used before the next await.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
+import trio
+
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
-from kvfs.commits import Commits
 from kvfs.copied_in import CopiedIn
-from kvfs.erasing import Eraser
 from kvfs.errors import UnavailableError
 from kvfs.ghosts import MAX_GHOSTS, Ghost, Ghosts
 from kvfs.metrics import Counters, EventLog
 from kvfs.pins import Pins
-from kvfs.policies import Policy
+from kvfs.policies import Holding, Policy
 from kvfs.prefixes import Moves, PrefixDirectory, Renamed
+from kvfs.stripes import Stripe, Stripes
 from kvfs.system import System
-from kvfs.tiers.nvme import NvmeTier
 from kvfs.tiers.ram import RamTier
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Residency:
     """The catalog and the tiers, kept in step.
 
     Attributes:
-        catalog, ram, nvme and commits (None for a RAM cache), counters, events.
+        catalog, ram, nvme (None for a RAM cache), counters, events.
         pins: what must stay in the lowest tier; copied_in: what goes in an order of its own.
         ghosts: what is remembered of chunks that went.
         num_leases: holds on all chunks together.
@@ -64,8 +65,7 @@ class Residency:
     def __init__(
         self,
         ram: RamTier,
-        nvme: NvmeTier | None,
-        commits: Commits | None,
+        nvme: Stripes | None,
         counters: Counters,
         events: EventLog,
         system: System,
@@ -73,20 +73,17 @@ class Residency:
         self.catalog = Catalog()
         self.ram = ram
         self.nvme = nvme
-        self.commits = commits
         self.counters = counters
         self.events = events
         self.ghosts = Ghosts()
         self.pins = Pins(self._held_changed)
         self.copied_in = CopiedIn(system.monotonic)
-        self.lowest = nvme or ram  # from which nothing comes back
-        self._longest: int | None = None  # see `_longest_gap`; None: not known
-        self._order = self.lowest.policy
-        self._order.is_held = self.pins.is_held
-        self._order.is_grouped = lambda chunk: self.copied_in.depth(chunk) is not None
-        self._order.group = self._deepest_copied
+        self._longest_in_ram: int | None = None  # see `_longest_gap`; None: not known
+        if nvme is None:
+            self._order_as_lowest(ram.policy, None)
+        for stripe in nvme or ():
+            self._order_as_lowest(stripe.tier.policy, stripe)
         self.observers: list[Observer] = []
-        self.eraser = Eraser(nvme, counters) if nvme is not None else None
         self.name_observers: list[NameObserver] = []
         self._system = system
         self.num_leases = 0
@@ -96,6 +93,22 @@ class Residency:
         self._kept_back: set[Chunk] = set()
         self.kept_back_bytes = 0
         self.on_held: Callable[[Chunk], None] = lambda _: None
+
+    def _order_as_lowest(self, order: Holding[Chunk], stripe: Stripe | None) -> None:
+        """What goes from this order is gone."""
+        order.is_held = self.pins.is_held
+        order.is_grouped = lambda chunk: self.copied_in.depth(chunk) is not None
+        order.group = partial(self._deepest_copied, stripe)
+
+    @property
+    def capacity(self) -> int:
+        """Of the lowest tier, from which nothing comes back."""
+        return self.ram.extents.capacity if self.nvme is None else self.nvme.capacity
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the same."""
+        return self.ram.extents.used_bytes if self.nvme is None else self.nvme.used_bytes
 
     # leases
 
@@ -160,16 +173,16 @@ class Residency:
             return
         if chunk.position == 0 or chunk.parent in chunk.table.chunks:
             self._demote_descendants(chunk)  # else that was done when its parent went
-        if self.commits is not None:  # also for a dirty one: its row may be on its way
-            self.commits.delete(chunk.table.number, chunk.key)
+        stripe = self.nvme.of(chunk) if self.nvme is not None else None
         self.ram.hide(chunk)
-        if self.nvme is not None:
-            self.nvme.policy.remove(chunk)
+        if stripe is not None:
+            stripe.delete(chunk)  # also a dirty one: its row may be on its way
+            stripe.tier.policy.remove(chunk)
         self.no_longer_kept_back(chunk)
         directory = self.catalog.discard(chunk)
         self.copied_in.removed(chunk)
-        if self.pins.removed(chunk) and self.commits is not None:
-            self.commits.pin(chunk.table.number, chunk.key, None)
+        if self.pins.removed(chunk) and stripe is not None:
+            stripe.pin(chunk, None)
         self._remember(chunk, why)
         self.events.append(why, namespace=chunk.table.directory, key=chunk.key.hex())
         self.tell("removed", chunk, directory)
@@ -177,7 +190,9 @@ class Residency:
             self._give_back(chunk)
 
     def _remember(self, chunk: Chunk, why: str) -> None:
-        self.ghosts.limit = max(MAX_GHOSTS, GHOSTS_A_CHUNK * len(self._order))
+        self.ghosts.limit = max(
+            MAX_GHOSTS, GHOSTS_A_CHUNK * (len(self.ram.policy) if self.nvme is None else self.nvme.num_chunks)
+        )
         ghost = Ghost(self._system.time_ns(), why, chunk.hits, chunk.returns)
         self.ghosts.add(chunk.table.directory, chunk.key, ghost)
 
@@ -191,15 +206,21 @@ class Residency:
         return ghost.why
 
     def bypass(self, chunk: Chunk) -> None:
-        """A chunk was to be stored that is not worth its place: what it was asked for is remembered."""
+        """A RAM cache was to store a chunk that is not worth its place: what it was asked for is remembered."""
         self.recall(chunk)
-        self.lowest.policy.bypassed(chunk)
+        self.ram.policy.bypassed(chunk)
         self._remember(chunk, BYPASSED)
 
     def placed_on_nvme(self, chunk: Chunk) -> None:
-        """A chunk got its extent on the volume."""
+        """A chunk got its extent on its volume."""
         if self.pins.is_held(chunk):
-            self._longest = None
+            self._forget_gap(chunk)
+
+    def _forget_gap(self, chunk: Chunk) -> None:
+        if self.nvme is None:
+            self._longest_in_ram = None
+        else:
+            self.nvme.of(chunk).longest_gap = None
 
     def keep_back(self, chunk: Chunk) -> None:
         """A chunk that is in RAM only is not to be written to NVMe, for now."""
@@ -221,63 +242,86 @@ class Residency:
             self._kept_back.remove(chunk)
             self.kept_back_bytes -= chunk.length
 
-    def _deepest_copied(self) -> Iterator[Chunk]:
-        """What copies have brought that may leave the lowest tier, the deepest first."""
-        is_ram = self.nvme is None
+    def _deepest_copied(self, stripe: Stripe | None) -> Iterator[Chunk]:
+        """What copies have brought that may leave this volume, or a RAM cache, the deepest first."""
         for chunk in self.copied_in.deepest_first():
-            if (chunk.ram if is_ram else chunk.nvme) != NOWHERE and not self.pins.is_held(chunk):
+            if self._offset(chunk, stripe) != NOWHERE and not self.pins.is_held(chunk):
                 yield chunk
 
+    def _offset(self, chunk: Chunk, stripe: Stripe | None) -> int:
+        """Where a chunk is on this volume, or in RAM if none is named."""
+        if stripe is None:
+            return chunk.ram
+        return chunk.nvme if chunk.volume == stripe.number else NOWHERE
+
     def _held_changed(self, chunk: Chunk, is_held: bool) -> None:
-        self._longest = None
+        self._forget_gap(chunk)
+        stripe = self.nvme.of(chunk) if self.nvme is not None else None
+        order = self.ram.policy if stripe is None else stripe.tier.policy
+        if stripe is not None:
+            stripe.held_bytes += chunk.length if is_held else -chunk.length
         if is_held:
-            self._order.hold(chunk)
+            order.hold(chunk)
             if chunk in self._kept_back:
                 self.on_held(chunk)
         else:
-            self._order.let_go(chunk)
+            order.let_go(chunk)
 
     def _demote_descendants(self, chunk: Chunk) -> None:
         for orphan in chunk.table.prefixes.descendants(chunk):
             self.ram.policy.demote(orphan)
             if self.nvme is not None:
-                self.nvme.policy.demote(orphan)
+                self.nvme.of(orphan).tier.policy.demote(orphan)
 
     def discard_recovered(self, chunk: Chunk) -> None:
         """Forget a chunk of the index whose bytes on the volume belong to another; its extent is not freed."""
-        if self.commits is not None:
-            self.commits.delete(chunk.table.number, chunk.key)
+        if self.nvme is not None:
+            self.nvme.of(chunk).delete(chunk)
         self.catalog.discard(chunk)
         chunk.nvme = NOWHERE
 
-    async def settle(self) -> None:
-        """Wait until what was discarded is gone for good. Raises UnavailableError."""
-        if self.commits is not None:
-            await self.commits.flush()
+    async def settle(self, chunks: Collection[Chunk] | None = None) -> None:
+        """Wait until what became of these chunks is durable, or of anything. Raises UnavailableError.
 
-    async def settle_and_erase(self) -> None:
-        """The same, and until a scan of the volume does not find it, but for what somebody still holds."""
-        await self.settle()
-        if self.eraser is not None:
-            await self.eraser.flush()
+        What is true of all volumes, as limits are, is durable once one of them has it.
+        """
+        if self.nvme is None:
+            return
+        stripes = list(self.nvme) if chunks is None else self.nvme.holding(chunks)
+        failures = await _each(stripes, lambda stripe: stripe.commits.flush())
+        if failures and (chunks is not None or len(failures) == len(stripes)):
+            raise failures[0]
+
+    async def settle_and_erase(self, chunks: Collection[Chunk] | None = None) -> None:
+        """The same, and until a scan of the volumes does not find it, but for what somebody still holds."""
+        await self.settle(chunks)
+        if self.nvme is not None:
+            stripes = list(self.nvme) if chunks is None else self.nvme.holding(chunks)
+            await _each(stripes, lambda stripe: stripe.eraser.flush())
 
     def _give_back(self, chunk: Chunk) -> None:
         self.ram.drop(chunk)
-        extent = self.nvme.forget(chunk) if self.nvme is not None else None
+        extent = self.nvme.of(chunk).tier.forget(chunk) if self.nvme is not None else None
         if extent is not None:
             self.free_on_nvme(chunk, extent[0])
 
     def free_on_nvme(self, chunk: Chunk, offset: int) -> None:
-        """Free an extent of the volume that held a chunk which was removed, when no row can name it any more."""
-        if self.commits is not None:
-            self.commits.free_later(offset, chunk.length, self.eraser.put if self.eraser is not None else None)
+        """Free an extent of its volume that held a chunk which was removed, when no row can name it any more."""
+        if self.nvme is not None:
+            self.nvme.of(chunk).free_later(offset, chunk.length)
 
-    def arrived(self, policy: Policy[Chunk], chunks: Collection[Chunk]) -> None:
-        """Chunks came into the tier of this policy: what they are built on must not go before them."""
-        parents = {(chunk.table.directory, chunk.parent) for chunk in chunks}
-        for chunk in chunks:
-            if not chunk.is_removed and (chunk.table.directory, chunk.key) not in parents:
-                policy.built_on(chunk.prefix())
+    def assign(self, chunk: Chunk) -> None:
+        """Say which volume a new chunk will go to."""
+        if self.nvme is not None:
+            chunk.volume = self.nvme.choose(chunk.key)
+
+    def arrived_in_ram(self, chunks: Collection[Chunk]) -> None:
+        """Chunks came into RAM: what they are built on must not go before them."""
+        _built_on([self.ram.policy], chunks)
+
+    def arrived_on_nvme(self, chunks: Collection[Chunk]) -> None:
+        """The same of chunks that were written; what they are built on may be on other volumes."""
+        _built_on([stripe.tier.policy for stripe in self.nvme or ()], chunks)
 
     # room
 
@@ -288,7 +332,7 @@ class Residency:
         """
         if self.nvme is not None:
             return self.ram.reserve(length, self._may_leave_ram, self._evict_from_ram)
-        if length > self._longest_gap():
+        if length > self._longest_gap(None):
             return None
         return self.ram.reserve(length, self._may_leave_ram, self._evict_from_ram, above)
 
@@ -299,7 +343,7 @@ class Residency:
             is_lost = chunk.nvme == NOWHERE
             return self._may_leave_ram(chunk) and (not is_lost or self.copied_in.may_go_for(chunk, position))
 
-        if self.nvme is None and length > self._longest_gap():
+        if self.nvme is None and length > self._longest_gap(None):
             return None
         return self.ram.reserve(length, may_go, self._evict_from_ram)
 
@@ -308,7 +352,9 @@ class Residency:
             return False
         if chunk.nvme != NOWHERE:
             return True
-        return not self.pins.is_held(chunk) and (self.nvme is None or self.nvme.is_degraded or chunk in self._kept_back)
+        if self.pins.is_held(chunk):
+            return False
+        return self.nvme is None or self.nvme.of(chunk).tier.is_degraded or chunk in self._kept_back
 
     def _evict_from_ram(self, chunk: Chunk) -> None:
         self.counters.evictions_ram += 1
@@ -317,56 +363,60 @@ class Residency:
         else:
             self.ram.drop(chunk)
 
-    def _longest_gap(self) -> int:
-        """The longest extent that the lowest tier could give if all went that is not held.
+    def _longest_gap(self, stripe: Stripe | None) -> int:
+        """The longest extent that a volume, or a RAM cache, could give if all went that is not held.
 
         Scattered pins may leave none for a longer chunk; to look for it would cost everything else.
         """
-        extents, is_ram = self.lowest.extents, self.nvme is None
+        extents = self.ram.extents if stripe is None else stripe.tier.extents
         if not self.pins.held_bytes:
             return extents.capacity
-        if self._longest is not None:
-            return self._longest
+        known = self._longest_in_ram if stripe is None else stripe.longest_gap
+        if known is not None:
+            return known
         longest, end = 0, extents.base
-        for offset, length in sorted((chunk.ram if is_ram else chunk.nvme, chunk.length) for chunk in self.pins.held()):
+        for offset, length in sorted((self._offset(chunk, stripe), chunk.length) for chunk in self.pins.held()):
             if offset != NOWHERE:
                 longest, end = max(longest, offset - end), offset + length
-        self._longest = max(longest, extents.base + extents.capacity - end)
-        return self._longest
+        longest = max(longest, extents.base + extents.capacity - end)
+        if stripe is None:
+            self._longest_in_ram = longest
+        else:
+            stripe.longest_gap = longest
+        return longest
 
-    async def reserve_nvme(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Extents of the volume for these chunks, evicting the least worthy; fewer than asked for if they cannot be had.
+    async def reserve_nvme(self, stripe: Stripe, chunks: Sequence[Chunk]) -> list[int]:
+        """Extents of a volume for these chunks, evicting the least worthy; fewer than asked for if they cannot be had.
 
         A chunk for which only what it is built on could go is the least worthy itself: it goes, and has NOWHERE.
         Raises UnavailableError if the index cannot be written.
         """
-        assert self.nvme is not None
+        extents = stripe.tier.extents
         offsets: list[int] = []
         try:
             for chunk in chunks:
-                while (offset := self.nvme.extents.allocate(chunk.length)) is None and not chunk.is_removed:
-                    if not self._make_room_on_nvme(chunk, frozenset(chunks)):
+                while (offset := extents.allocate(chunk.length)) is None and not chunk.is_removed:
+                    if not self._make_room_on_nvme(stripe, chunk, frozenset(chunks)):
                         return offsets
-                    await self.settle()
-                    if self.eraser is not None:
-                        await self.eraser.free()
+                    await stripe.commits.flush()
+                    await stripe.eraser.free()
                 offsets.append(NOWHERE if offset is None else offset)
         except UnavailableError:
             for chunk, offset in zip(chunks, offsets, strict=False):
                 if offset != NOWHERE:
-                    self.nvme.extents.free(offset, chunk.length)
+                    extents.free(offset, chunk.length)
             raise
         return offsets
 
-    def _make_room_on_nvme(self, chunk: Chunk, group: frozenset[Chunk]) -> bool:
+    def _make_room_on_nvme(self, stripe: Stripe, chunk: Chunk, group: frozenset[Chunk]) -> bool:
         """Evict something for a chunk, or the chunk itself and what is built on it; returns whether anything could go.
 
         A chunk that an engine stored without the one before it is less worthy than all others: nobody can reach it.
 
         `group` is what is being written with it.
         """
-        assert self.nvme is not None
-        if chunk.length > self._longest_gap():
+        tier = stripe.tier
+        if chunk.length > self._longest_gap(stripe):
             return False
         prefix = frozenset(chunk.prefix())
         is_held = self.pins.is_held(chunk)
@@ -378,14 +428,14 @@ class Residency:
                 return False
             return not is_copied or self.copied_in.may_go_for(victim, chunk.position)
 
-        victims = self.nvme.least_worthy(chunk.length, may_go) if is_wanted else []
+        victims = tier.least_worthy(chunk.length, may_go) if is_wanted else []
         are_last = not victims or self.copied_in.depth(victims[0]) is not None
         if is_copied and are_last and self.copied_in.is_writing_deeper(chunk, group):
             return False
         if victims:
             self._evict_from_nvme(victims, chunk.length)
             return True
-        if is_held or not any(self.nvme.policy.victims(lambda victim: not victim.leases)):
+        if is_held or not any(tier.policy.victims(lambda victim: not victim.leases)):
             return False
         for orphan in [each for each in chunk.table.prefixes.descendants(chunk) if each.is_dirty]:
             self._lost_room(orphan)
@@ -406,3 +456,31 @@ class Residency:
             freed += victim.length
             self.counters.evictions_nvme += 1
             self.discard(victim, "evict")
+
+
+def _built_on(policies: Sequence[Policy[Chunk]], chunks: Collection[Chunk]) -> None:
+    parents = {(chunk.table.directory, chunk.parent) for chunk in chunks}
+    for chunk in chunks:
+        if not chunk.is_removed and (chunk.table.directory, chunk.key) not in parents:
+            prefix = chunk.prefix()
+            for policy in policies:
+                policy.built_on(prefix)
+
+
+async def _each(stripes: Sequence[Stripe], wait: Callable[[Stripe], Awaitable[None]]) -> list[UnavailableError]:
+    """Wait for every volume, side by side; returns what those say that failed."""
+    failures: list[UnavailableError] = []
+
+    async def one(stripe: Stripe) -> None:
+        try:
+            await wait(stripe)
+        except UnavailableError as error:
+            failures.append(error)
+
+    if len(stripes) == 1:
+        await one(stripes[0])
+        return failures
+    async with trio.open_nursery() as nursery:
+        for stripe in stripes:
+            nursery.start_soon(one, stripe)
+    return failures

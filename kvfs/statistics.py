@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +29,18 @@ class TierStatistics(msgspec.Struct, frozen=True):
     is_degraded: bool = False
 
 
+class VolumeStatistics(msgspec.Struct, frozen=True):
+    """One volume of the NVMe tier; `kind` is "missing" of one that could not be opened at the start."""
+
+    directory: str
+    capacity_bytes: int
+    used_bytes: int
+    num_chunks: int
+    kind: str
+    is_degraded: bool
+    dirty_bytes: int
+
+
 class Statistics(msgspec.Struct, frozen=True):
     """How the store stands."""
 
@@ -46,7 +59,16 @@ class Statistics(msgspec.Struct, frozen=True):
     staging_bytes: int
     ram: TierStatistics
     nvme: TierStatistics | None
+    volumes: tuple[VolumeStatistics, ...]
     counters: dict[str, int]
+
+
+_OF_A_VOLUME: tuple[tuple[str, str, Callable[[VolumeStatistics], float]], ...] = (
+    ("capacity_bytes", "size of a volume", lambda each: each.capacity_bytes),
+    ("used_bytes", "bytes allocated in a volume", lambda each: each.used_bytes),
+    ("dirty_bytes", "bytes in RAM that are not on this volume yet", lambda each: each.dirty_bytes),
+    ("degraded", "1 while writing to a volume fails, or it is missing", lambda each: each.is_degraded),
+)
 
 
 def gauges(now: Statistics) -> list[Gauge]:
@@ -71,4 +93,6 @@ def gauges(now: Statistics) -> list[Gauge]:
             Gauge("nvme_used_bytes", "bytes allocated in the NVMe tier", now.nvme.used_bytes),
             Gauge("nvme_degraded", "1 while writing to NVMe fails", now.nvme.is_degraded),
         ]
+    for name, said, value in _OF_A_VOLUME:
+        found += [Gauge(f"volume_{name}", said, value(each), ("volume", each.directory)) for each in now.volumes]
     return found

@@ -9,21 +9,20 @@ consistent; after each `await` inside an `async` one the chunk may have been rem
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 import trio
 
-from kvfs import namespace as namespaces
 from kvfs.admission import Admission
 from kvfs.arena import Arena
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.chunk import Facts, geometry, parse_header, verify_payload
 from kvfs.cold_reads import ColdReads
-from kvfs.config import Settings
+from kvfs.config import Settings, VolumeSetting
 from kvfs.documents import Document
 from kvfs.errors import CorruptChunk, UnavailableError, UsageError
-from kvfs.index import NamespaceRow
 from kvfs.intake import Handed, Reservation
 from kvfs.keys import Key
 from kvfs.limits import Limits
@@ -34,7 +33,7 @@ from kvfs.prefetch import Order, Prefetcher
 from kvfs.promotion import Promoter, Promotion, drop_corrupt
 from kvfs.residency import NameObserver, Observer, Residency
 from kvfs.staging import Staged
-from kvfs.statistics import Capacity, Statistics, TierStatistics, gauges
+from kvfs.statistics import Capacity, Statistics, TierStatistics, VolumeStatistics, gauges
 from kvfs.storing import Storing
 from kvfs.system import System
 from kvfs.tiers.nvme import Slice, check_header
@@ -45,13 +44,14 @@ log = logging.getLogger(__name__)
 
 _SAVE_USE_EVERY_S = 10.0
 _FLUSH_AT_END_S = 60.0
+_FLUSH_OTHERS_S = 5.0
 _MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and stays when its last chunk goes
 
 
 class Store:
     """See the module.
 
-    Attributes: settings, catalog, counters, events, arena, volume (None for a RAM cache), limits, staging.
+    Attributes: settings, catalog, counters, events, arena, volumes (none for a RAM cache), limits, staging.
     settle_taken_over: returns when what was removed does not come back by a takeover.
     """
 
@@ -62,11 +62,13 @@ class Store:
         residency: Residency,
         nursery: trio.Nursery,
         arena: Arena,
-        volume: Volume | None,
+        volumes: Sequence[Volume] = (),
+        missing: Sequence[VolumeSetting] = (),
     ) -> None:
         self.settings = settings
         self.system = system
-        self.volume = volume
+        self.volumes = volumes
+        self._missing = missing
         self.arena = arena
         self.counters = residency.counters
         self.events = residency.events
@@ -75,16 +77,17 @@ class Store:
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self.settle_taken_over: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._used: set[Chunk] = set()
-        self._last_number = 0  # of a namespace
         self._promoter: Promoter | None = None
         self._prefetcher: Prefetcher | None = None
         self._writer: WriteBehind | None = None
         self._cold: ColdReads | None = None
-        if residency.nvme is not None and residency.commits is not None:
+        if residency.nvme is not None:
             self._promoter = Promoter(residency, residency.nvme, nursery)
             self._prefetcher = Prefetcher(residency, self._promoter, system)
-            admission = Admission(settings.admission, settings.write_budget_bytes, residency.commits.spent_before())
-            self._writer = WriteBehind(residency, residency.nvme, residency.commits, admission, system.time_ns)
+            spent = [spent for stripe in residency.nvme if (spent := stripe.commits.spent_before()) is not None]
+            last = max(spent, key=lambda spent: (spent.day, spent.num_bytes), default=None)
+            admission = Admission(settings.admission, settings.write_budget_bytes, last)
+            self._writer = WriteBehind(residency, residency.nvme, admission, system.time_ns)
             self._cold = ColdReads(residency, residency.nvme)
         self._storing = Storing(settings, system, residency, self.limits, self._writer, self._copies)
         self.staging = self._storing.staging
@@ -107,7 +110,7 @@ class Store:
     @property
     def has_nvme(self) -> bool:
         """Whether there is a tier that outlives the daemon."""
-        return self.volume is not None
+        return bool(self.volumes)
 
     # namespaces
 
@@ -122,12 +125,8 @@ class Store:
         table = self.catalog.table(namespace, self.system.time_ns() if created_ns is None else created_ns)
         table.num_attached += 1
         if not is_known:
-            self._last_number = 1 + max(self._last_number, *(other.number for other in tables.values()))
-            table.number = self._last_number
-            if self._residency.commits is not None:
-                document = namespaces.encode(namespace)
-                row = NamespaceRow(table.number, table.directory, document, table.created_ns)
-                self._residency.commits.add_namespace(row)
+            for stripe in self._residency.nvme or ():
+                stripe.put_namespace(table)
             self.events.append("namespace", namespace=table.directory)
             self.remember(table)
         self._storing.check_sizes(table)
@@ -152,8 +151,8 @@ class Store:
         self.events.append("namespace_removed", namespace=table.directory)
         if self.arena.kept is not None:
             self.arena.kept.documents.remove(table.directory)
-        if self._residency.commits is not None:
-            self._residency.commits.remove_namespace(table.number, table.directory)
+        for stripe in self._residency.nvme or ():
+            stripe.remove_namespace(table)
 
     async def settle(self) -> None:
         """Wait until what was removed so far is gone for good. Raises UnavailableError if it may not be."""
@@ -219,7 +218,7 @@ class Store:
             self._writer.used(chunks)
         self._residency.ram.policy.touch(chunks)
         if self._residency.nvme is not None:
-            self._residency.nvme.policy.touch(chunks)
+            self._residency.nvme.touch(chunks)
             self._used.update(chunks)
 
     async def read(self, chunk: Chunk, offset: int, size: int) -> memoryview:
@@ -242,7 +241,7 @@ class Store:
             return parse_header(geo.namespace, await self.read(chunk, 0, geo.header_bytes))[1]
         header = aligned_buffer(geo.header_bytes)
         try:
-            await nvme.read(chunk, Slice(0, geo.header_bytes, 0, 0), header)
+            await nvme.of(chunk).tier.read(chunk, Slice(0, geo.header_bytes, 0, 0), header)
             return check_header(chunk, header)[1]
         except CorruptChunk as error:
             drop_corrupt(self._residency, chunk, error)
@@ -315,7 +314,7 @@ class Store:
             for chunk in waiting
             if chunk.is_dirty and not chunk.is_removed and not self._residency.is_kept_back(chunk)
         ]:
-            if nvme.is_degraded:
+            if any(nvme.of(chunk).tier.is_degraded for chunk in waiting):
                 raise UnavailableError("writing to NVMe fails: what is dirty stays in RAM, and is tried again")
             await writer.progress()
 
@@ -326,21 +325,21 @@ class Store:
 
         A rebuild from the volume does not find them, once nobody holds them.
         """
-        for chunk in sorted(chunks, key=lambda chunk: -chunk.position):  # leaves first: they have no descendants
+        chunks = sorted(chunks, key=lambda chunk: -chunk.position)  # leaves first: they have no descendants
+        for chunk in chunks:
             if not chunk.is_removed:
                 self.counters.removals += 1
                 self._residency.discard(chunk, reason)
         await self.settle_taken_over()
-        await self._residency.settle_and_erase()
+        await self._residency.settle_and_erase(chunks)
 
     # looking
 
     def capacity(self) -> Capacity:
         """True size and use, as `df` shows them: of NVMe, or of RAM where there is no NVMe."""
-        tier = self._residency.nvme or self._residency.ram
+        capacity = self._residency.capacity
         dirty = self._writer.dirty_bytes if self._writer is not None else 0
-        used = min(tier.extents.used_bytes + dirty, tier.extents.capacity)
-        return Capacity(tier.extents.capacity, used, self.catalog.num_chunks)
+        return Capacity(capacity, min(self._residency.used_bytes + dirty, capacity), self.catalog.num_chunks)
 
     def statistics(self) -> Statistics:
         """A frozen picture of everything that is counted."""
@@ -362,11 +361,32 @@ class Store:
             staging_bytes=self.staging.size_bytes,
             ram=TierStatistics(ram.extents.capacity, ram.extents.used_bytes, len(ram.policy), self.arena.kind),
             nvme=TierStatistics(
-                nvme.extents.capacity, nvme.extents.used_bytes, len(nvme.policy),
-                "direct" if nvme.volume.is_direct else "buffered", nvme.is_degraded,
+                nvme.capacity, nvme.used_bytes, nvme.num_chunks,
+                "direct" if all(stripe.tier.volume.is_direct for stripe in nvme) else "buffered", nvme.is_degraded,
             ) if nvme else None,
+            volumes=self._volume_statistics(),
             counters=counters,
         )  # fmt: skip
+
+    def _volume_statistics(self) -> tuple[VolumeStatistics, ...]:
+        """Each volume, in the order of the settings; one that was missing at the start has nothing."""
+        found = {
+            stripe.directory: VolumeStatistics(
+                stripe.directory, stripe.tier.extents.capacity, stripe.tier.extents.used_bytes,
+                len(stripe.tier.policy), "direct" if stripe.tier.volume.is_direct else "buffered",
+                stripe.tier.is_degraded, self._writer.dirty_bytes_of(stripe) if self._writer is not None else 0,
+            )
+            for stripe in self._residency.nvme or ()
+        }  # fmt: skip
+        found |= {
+            each.directory: VolumeStatistics(each.directory, 0, 0, 0, "missing", True, 0) for each in self._missing
+        }
+        return tuple(found[each.directory] for each in self.settings.nvme if each.directory in found)
+
+    def volume_directory(self, chunk: Chunk) -> str | None:
+        """The directory of the volume that the chunk is on; None if it is on none."""
+        nvme = self._residency.nvme
+        return nvme.of(chunk).directory if nvme is not None and chunk.nvme != NOWHERE else None
 
     def metrics_text(self) -> bytes:
         """The same for Prometheus."""
@@ -376,13 +396,18 @@ class Store:
 
     async def flush(self, deadline_s: float = _FLUSH_AT_END_S) -> bool:
         """Wait until nothing is dirty; returns False if the deadline came first."""
-        if self._writer is None or self._residency.commits is None:
+        if self._writer is None:
             return True
-        with trio.move_on_after(deadline_s):
+        end_s = trio.current_time() + deadline_s
+        with trio.move_on_at(end_s):
             await self._writer.drain()
             self._save_use()
             await self._residency.settle_and_erase()
             return True
+        if len(self.volumes) > 1:  # those whose device works are not to suffer from the other
+            with trio.move_on_after(_FLUSH_OTHERS_S), contextlib.suppress(UnavailableError):
+                self._save_use()
+                await self._residency.settle_and_erase()
         return False
 
     def run_in(self, nursery: trio.Nursery, life: trio.CancelScope) -> None:
@@ -394,10 +419,10 @@ class Store:
                     inner.start_soon(self.limits.run)
                     if self._prefetcher is not None:
                         inner.start_soon(self._prefetcher.run)
-                    if self._writer is not None and self._residency.commits is not None:
-                        inner.start_soon(self._residency.commits.run)
-                        if self._residency.eraser is not None:
-                            inner.start_soon(self._residency.eraser.run)
+                    for stripe in self._residency.nvme or ():
+                        inner.start_soon(stripe.commits.run)
+                        inner.start_soon(stripe.eraser.run)
+                    if self._writer is not None:
                         inner.start_soon(self._writer.run)
                         inner.start_soon(self._save_use_now_and_then)
 
@@ -410,13 +435,13 @@ class Store:
 
     def _save_use(self) -> None:
         """Hand what was used since the last time to the next transaction."""
-        commits = self._residency.commits
-        if commits is None:
+        nvme = self._residency.nvme
+        if nvme is None:
             return
         dirty: set[Chunk] = set()  # these have no row yet, or one on its way that does not know of the last uses
         for chunk in self._used:
             if chunk.nvme != NOWHERE and not chunk.is_removed:
-                commits.used(chunk.last_used_ns, chunk.hits, chunk.table.number, chunk.key)
+                nvme.of(chunk).used(chunk)
             elif chunk.is_dirty and not chunk.is_removed:
                 dirty.add(chunk)
         self._used = dirty

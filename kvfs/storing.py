@@ -114,8 +114,11 @@ class Storing:
     def _tier_sizes(self) -> Iterator[tuple[str, int]]:
         ram, nvme = self._residency.ram, self._residency.nvme
         yield "the RAM tier", ram.extents.capacity
-        if nvme is not None:
-            yield "the volume", nvme.extents.capacity
+        for stripe in nvme or ():
+            yield (
+                f"the volume in {stripe.directory}" if len(nvme or ()) > 1 else "the volume",
+                stripe.tier.extents.capacity,
+            )
 
     def check_sizes(self, table: ChunkTable) -> None:
         """Say once of a namespace that its chunks can never be stored, and why."""
@@ -196,7 +199,7 @@ class Storing:
 
     def stored(self, chunks: Collection[Chunk]) -> None:
         """These chunks were published together. Call it after the reply is out."""
-        self._residency.arrived(self._residency.ram.policy, chunks)
+        self._residency.arrived_in_ram(chunks)
 
     def _make_visible(self, reservation: Reservation, created_ns: int, inode: int | None = None) -> Chunk:
         new = reservation.new
@@ -204,6 +207,7 @@ class Storing:
         chunk, moves = self._residency.catalog.create(
             reservation.table, reservation.key, Key(new.parent), new.position, new.num_tokens, created_ns, inode
         )
+        self._residency.assign(chunk)
         why_it_went = self._residency.recall(chunk)
         self._counters.stores_returned += why_it_went == "evict"
         self._residency.ram.place(chunk, reservation.offset)
@@ -222,6 +226,7 @@ class Storing:
         chunk, moves = self._residency.catalog.create(
             table, facts.key, facts.parent, facts.position, facts.num_tokens, facts.created_ns
         )
+        self._residency.assign(chunk)
         self._residency.ram.place(chunk, offset)
         self._residency.tell_moves(table, moves)
         self._residency.tell("published", chunk, chunk.home)

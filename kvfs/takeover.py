@@ -244,7 +244,7 @@ class Takeover:
                 self._bad(Extent(each.offset, each.geometry.file_bytes, reasons[each.offset]), each)
             elif (chunk := self._placed(each)) is not None:
                 taken.append(chunk)
-        self._residency.arrived(self._residency.ram.policy, taken)
+        self._residency.arrived_in_ram(taken)
 
     def _placed(self, found: Found) -> Chunk | None:
         """The chunk with these bytes, visible; None if it is in RAM already, or another of this key is stored."""

@@ -258,12 +258,12 @@ class Session:
             raise ProtocolError("hello was said already")
         self._table = self._store.attach(namespaces.decode(request.namespace))
         self._table.num_sessions += 1
-        arena, volume = self._store.arena, self._store.volume
+        arena, volumes = self._store.arena, self._store.volumes
         is_trusted = isinstance(self._handover, InArena)
-        fds = [arena.fd if is_trusted else arena.client_fd] + ([volume.client_fd] if volume is not None else [])
+        fds = [arena.fd if is_trusted else arena.client_fd, *(volume.client_fd for volume in volumes)]
         welcome = m.Welcome(
             request.id, m.VERSION, self._table.directory, arena.size_bytes, self._store.settings.window_bytes,
-            volume is not None, is_trusted,
+            len(volumes), is_trusted,
         )  # fmt: skip
         await self._send(welcome, fds)
 
@@ -434,5 +434,5 @@ def _placement(
         if isinstance(promotion.error, CorruptChunk):
             return m.Placement(m.Tier.NONE, m.Tier.NONE, 0, 0)
     if chunk.nvme != NOWHERE and not chunk.is_removed:
-        return m.Placement(m.Tier.NVME, source, chunk.nvme, chunk.length)
+        return m.Placement(m.Tier.NVME, source, chunk.nvme, chunk.length, chunk.volume)
     return m.Placement(m.Tier.NONE, m.Tier.NONE, 0, 0)

@@ -1,6 +1,7 @@
 """Extended attributes: ``getfattr -d`` shows what the cache knows, ``setfattr`` says what it is to keep.
 
-Of a chunk: tier, hits, position, tokens, parent, checksum, dirty, key; and pin and pinned_until while it is pinned.
+Of a chunk: tier, hits, position, tokens, parent, checksum, dirty, key; volume, where there are several, the directory of
+the one it is on; and pin and pinned_until while it is pinned.
 Of a directory of the prefix view, and of a namespace's: pin and pinned_until, if everything in it is pinned. What is
 pinned there is what it holds at that time, with all directories below.
 
@@ -59,7 +60,7 @@ _OF_STAGING: dict[str, Callable[[set[StagedFile]], str]] = {
     "staging_files": lambda files: str(len(files)),
     "staging_bytes": lambda files: str(sum(file.staged.capacity for file in files)),
 }
-_READ_ONLY = frozenset({*_OF_CHUNKS, *_OF_STAGING, "pinned_until", "stored_bytes"})
+_READ_ONLY = frozenset({*_OF_CHUNKS, *_OF_STAGING, "volume", "pinned_until", "stored_bytes"})
 
 
 class Xattrs:
@@ -78,7 +79,7 @@ class Xattrs:
         """What `listxattr` shows."""
         pin = list(_OF_PINS) if self._end_of_pin(node) is not None else []
         if isinstance(node, Chunk) and not node.is_removed:
-            return [*_OF_CHUNKS, *pin]
+            return [*_OF_CHUNKS, *(["volume"] if self._volume(node) is not None else []), *pin]
         table = _namespace(node)
         if table is None:
             return pin
@@ -99,9 +100,14 @@ class Xattrs:
             if name in _OF_STAGING:
                 return _OF_STAGING[name](self._names.of_table(table))
             return _OF_NAMESPACES[name](table) if name in _OF_NAMESPACES else None
-        if not isinstance(node, Chunk) or node.is_removed or name not in _FACTS:
+        if not isinstance(node, Chunk) or node.is_removed:
             return None
-        return _FACTS[name](node)
+        if name == "volume":
+            return self._volume(node)
+        return _FACTS[name](node) if name in _FACTS else None
+
+    def _volume(self, chunk: Chunk) -> str | None:
+        return self._store.volume_directory(chunk) if len(self._store.settings.nvme) > 1 else None
 
     def checksum_nowait(self, chunk: Chunk) -> bytes | None:
         """The value of `checksum`, or None if it has to be read."""

@@ -41,7 +41,7 @@ _WIDTH = 100
 def _show(config_file: str | None, as_json: bool, given: dict[str, object]) -> None:
     """Show settings: those of a mounted cache, or what flags and file come to."""
     named = given.get("mountpoint")
-    others = {name: value for name, value in given.items() if name != "mountpoint" and value is not None}
+    others = {name: value for name, value in given.items() if name != "mountpoint" and value not in (None, [])}
     if isinstance(named, str) and config_file is None and not others and _is_mounted(named):
         text = mounted.ask(named, lambda _: Path(mounted.find(named), ".kvfs/config.toml").read_text())
     else:

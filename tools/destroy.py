@@ -110,11 +110,7 @@ def _remove_kept(place: Path) -> None:
     """What a daemon of this volume left in RAM goes with it."""
     for path in kept.places():
         facts = kept.read_facts(path)
-        if (
-            facts is not None
-            and facts.nvme_directory is not None
-            and Path(facts.nvme_directory).resolve() == place.resolve()
-        ):
+        if facts is not None and any(Path(each).resolve() == place.resolve() for each in facts.nvme_directories):
             kept.remove_if_left(path)
 
 

@@ -21,6 +21,10 @@ kvfs mount /mnt/kvfs --ram 4GiB --nvme /data/kvfs:64GiB
 
 RAM in front of a volume of 64 GiB in the directory /data/kvfs. Ctrl-C unmounts.
 
+kvfs mount /mnt/kvfs --ram 4GiB --nvme /disk1/kvfs:1TiB --nvme /disk2/kvfs:1TiB
+
+Two volumes, on a drive each: chunks are spread over both, and if one fails the other goes on.
+
 kvfs mount /mnt/kvfs --ram 4GiB --background
 
 A RAM cache. The command returns when the mount answers; `kvfs umount /mnt/kvfs` ends it.
@@ -40,10 +44,11 @@ def mount(
     mountpoint: Annotated[str | None, typer.Argument(help="Directory to mount on; made if it is missing.")] = None,
     ram: Annotated[str | None, Flag(metavar="SIZE", help="Size of the RAM tier, such as 4GiB.")] = None,
     nvme: Annotated[
-        str | None,
+        list[str] | None,
         Flag(
             metavar="DIR:SIZE",
-            help="Directory and size of the volume on NVMe. The directory is made, its parents are not. None: a RAM cache.",
+            help="Directory and size of the volume on NVMe; again for each further volume, over which chunks are spread. "
+            "The directory is made, its parents are not. None: a RAM cache.",
         ),
     ] = None,
     config_file: Annotated[
@@ -85,7 +90,11 @@ def mount(
     ] = None,
     io_threads: Annotated[
         int | None,
-        Flag(metavar="N", show_default=str(_DEFAULTS["io_threads"]), help="Threads that read and write the volume."),
+        Flag(
+            metavar="N",
+            show_default=str(_DEFAULTS["io_threads"]),
+            help="Threads that read and write a volume, for each.",
+        ),
     ] = None,
     policy: Annotated[
         str | None,
@@ -132,7 +141,7 @@ def mount(
         settings = config.load(
             config_file,
             {
-                "mountpoint": mountpoint, "ram": ram, "nvme": nvme, "allow_other": allow_other,
+                "mountpoint": mountpoint, "ram": ram, "nvme": nvme or None, "allow_other": allow_other,
                 "access": access, "huge_pages": huge_pages, "window": window, "io_threads": io_threads,
                 "policy": policy, "admission": admission, "write_budget": write_budget,
                 "socket_directory": socket_directory, "log_level": log_level, "log_file": log_file,
@@ -149,9 +158,8 @@ def mount(
 def describe(settings: Settings) -> str:
     """The tiers in half a sentence."""
     ram = f"{format_size(settings.ram_bytes)} of RAM"
-    if settings.nvme_bytes is None:
-        return ram
-    return f"{ram} and {format_size(settings.nvme_bytes)} in {settings.nvme_directory}"
+    volumes = [f"{format_size(each.size_bytes)} in {each.directory}" for each in settings.nvme]
+    return " and ".join([ram, *volumes])
 
 
 def run(settings: Settings, report: Report) -> None:

@@ -90,11 +90,28 @@ def _tiers(document: dict[str, Any]) -> Table:
         used, size = tier.get("used_bytes", 0), tier.get("capacity_bytes", 0)
         kind = Text(str(tier.get("kind", "")))
         if tier.get("is_degraded"):
-            kind.append(" degraded: the device fails, see the log", style="bold red")
+            kind.append(" degraded: a device fails, see the log", style="bold red")
         table.add_row(
             name, f"{tier.get('num_chunks', 0):,}", format_size(used), format_size(size), format_share(used, size), kind
         )
+    volumes = document.get("volumes")
+    if isinstance(volumes, list) and len(volumes) > 1:
+        for volume in volumes:
+            _add_volume(table, volume)
     return table
+
+
+def _add_volume(table: Table, volume: dict[str, Any]) -> None:
+    used, size = volume.get("used_bytes", 0), volume.get("capacity_bytes", 0)
+    name, kind = Text(f"  {volume.get('directory', '?')}"), Text(str(volume.get("kind", "")))
+    if volume.get("kind") == "missing":
+        kind = Text("missing, see the log", style="bold red")
+        table.add_row(name, "-", "-", "-", "-", kind)
+        return
+    if volume.get("is_degraded"):
+        kind.append(" degraded: the device fails, see the log", style="bold red")
+    chunks = f"{volume.get('num_chunks', 0):,}"
+    table.add_row(name, chunks, format_size(used), format_size(size), format_share(used, size), kind)
 
 
 def _counters(counters: dict[str, Any]) -> Table:

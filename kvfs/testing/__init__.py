@@ -25,7 +25,7 @@ from kvfs import keys
 from kvfs.catalog import Chunk, ChunkTable
 from kvfs.chunk import Geometry, checksum
 from kvfs.client import Client
-from kvfs.config import Settings
+from kvfs.config import Settings, VolumeSetting
 from kvfs.intake import Handed, Reservation, WindowSlot
 from kvfs.keys import ChainHash, KeyChain
 from kvfs.messages import NewChunk, StoreStatus, Tier
@@ -46,6 +46,7 @@ class FaultySystem(System):
 
     Attributes:
         read_error, write_error, sync_error, allocate_error: an errno, or 0 for success.
+        bad_place: the errors are those of files in this directory only, if one is named.
         bad_reads: offsets of the volume at which reads fail with EIO, whatever `read_error` says.
         max_transfer: bytes after which a read or write comes back short.
         reads, writes: (offset, length) of each so far; num_syncs.
@@ -55,6 +56,7 @@ class FaultySystem(System):
 
     def __init__(self) -> None:
         self.read_error = self.write_error = self.sync_error = self.allocate_error = 0
+        self.bad_place: Path | None = None
         self.bad_reads: set[int] = set()
         self.max_transfer = 1 << 30
         self.reads: list[tuple[int, int]] = []
@@ -69,6 +71,11 @@ class FaultySystem(System):
         for gate in (self.read_gate, self.write_gate, self.sync_gate):
             gate.set()
 
+    def _of(self, fd: int, error: int) -> int:
+        if not error or self.bad_place is None:
+            return error
+        return error if _place(fd) == self.bad_place else 0
+
     def time_ns(self) -> int:
         """`now_ns`, or the real time."""
         return super().time_ns() if self.now_ns is None else self.now_ns
@@ -77,26 +84,26 @@ class FaultySystem(System):
         """See `System`."""
         self.read_gate.wait()
         self.reads.append((offset, sum(len(buffer) for buffer in buffers)))
-        _raise(self.read_error or (errno.EIO if offset in self.bad_reads else 0))
+        _raise(self._of(fd, self.read_error) or (errno.EIO if offset in self.bad_reads else 0))
         return super().preadv(fd, [buffers[0][: self.max_transfer]], offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         """See `System`."""
         self.write_gate.wait()
         self.writes.append((offset, sum(len(buffer) for buffer in buffers)))
-        _raise(self.write_error)
+        _raise(self._of(fd, self.write_error))
         return super().pwritev(fd, [buffers[0][: self.max_transfer]], offset)
 
     def fdatasync(self, fd: int) -> None:
         """See `System`."""
         self.sync_gate.wait()
         self.num_syncs += 1
-        _raise(self.sync_error)
+        _raise(self._of(fd, self.sync_error))
         super().fdatasync(fd)
 
     def fallocate(self, fd: int, offset: int, length: int) -> None:
         """See `System`."""
-        _raise(self.allocate_error)
+        _raise(self._of(fd, self.allocate_error))
         super().fallocate(fd, offset, length)
 
 
@@ -119,14 +126,14 @@ class LosingSystem(FaultySystem):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._unsynced: list[tuple[int, bytes]] = []
+        self._unsynced: list[tuple[str, int, bytes]] = []  # of the volume in the directory of this name
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         """See `System`."""
         before = aligned_buffer(len(buffers[0]))
         with self._lock:
             count = System.preadv(self, fd, [before], offset)
-            self._unsynced.append((offset, bytes(before[:count])))
+            self._unsynced.append((_place(fd).name, offset, bytes(before[:count])))
         return super().pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
@@ -135,14 +142,21 @@ class LosingSystem(FaultySystem):
             num_before = len(self._unsynced)
         super().fdatasync(fd)
         with self._lock:
-            del self._unsynced[:num_before]
+            name, older = _place(fd).name, self._unsynced[:num_before]
+            self._unsynced[:num_before] = [write for write in older if write[0] != name]
 
     def lose(self, volume: Path) -> None:
-        """Take every write that was not synced back out of (a copy of) the volume."""
+        """Take every write that was not synced back out of (a copy of) the volume, in a directory of the same name."""
         with self._lock, open(volume, "r+b") as file:
-            for offset, before in reversed(self._unsynced):
-                file.seek(offset)
-                file.write(before)
+            for name, offset, before in reversed(self._unsynced):
+                if name == volume.parent.name:
+                    file.seek(offset)
+                    file.write(before)
+
+
+def _place(fd: int) -> Path:
+    """The directory of an open file."""
+    return Path(os.readlink(f"/proc/self/fd/{fd}")).parent
 
 
 def _raise(number: int) -> None:
@@ -316,11 +330,17 @@ def soon(is_so: Callable[[], object], what: str) -> None:
 # places
 
 
-def settings_in(directory: Path, *, ram: int = 8 << 20, nvme: int | None = 32 << 20, **others: Any) -> Settings:
-    """Small settings whose every path lies in `directory`, which gets a "mount": see `plain_mount`."""
+def settings_in(
+    directory: Path, *, ram: int = 8 << 20, nvme: int | None = 32 << 20, volumes: int = 1, **others: Any
+) -> Settings:
+    """Small settings whose every path lies in `directory`, which gets a "mount": see `plain_mount`.
+
+    Each volume has `nvme` bytes; the first is in "nvme", the next in "nvme2".
+    """
+    places = [directory / ("nvme" if number == 1 else f"nvme{number}") for number in range(1, volumes + 1)]
     return Settings(
-        mountpoint=str(plain_mount(directory)), ram_bytes=ram, nvme_bytes=nvme,
-        nvme_directory=None if nvme is None else str(directory / "nvme"),
+        mountpoint=str(plain_mount(directory)), ram_bytes=ram,
+        nvme=() if nvme is None else tuple(VolumeSetting(str(place), nvme) for place in places),
         **{"huge_pages": "never", "window_bytes": 4 << 20, "io_threads": 2, **others},
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from kvfs.config import VolumeSetting
 from kvfs.engine_adapters.transformers_cache import PrefixCache
 from kvfs.engine_adapters.transformers_calls import CACHE_ARGUMENT
 from kvfs.errors import UsageError
@@ -102,7 +103,7 @@ def test_after_a_restart_it_comes_from_nvme(start_node: Callable[..., Any], mode
     expected = greedy(model.generate, prompt)
     volume: dict[str, Any] = {}
     with start_node() as node, open_cache(node, model) as cache:
-        volume = {"nvme_directory": str(node.mount / "volume"), "nvme_bytes": 64 << 20}
+        volume = {"nvme": (VolumeSetting(str(node.mount / "volume"), 64 << 20),)}
         (node.mount / "volume").mkdir()
         greedy(cache.generate, prompt)
     with start_node(**volume) as node, open_cache(node, model) as cache:

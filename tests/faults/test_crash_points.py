@@ -722,8 +722,7 @@ _is_watched: list[bool] = []
 async def test_a_commit_of_the_index_is_durable_when_it_returns(tmp_path: Path) -> None:
     """What the record takes for granted: SQLite syncs its log at each commit, and its directory when it made the log."""
     async with open_store(settings_in(tmp_path)) as store:
-        commits = store._residency.commits
-        assert commits is not None
-        connection = commits._index._connection
+        (stripe,) = store._residency.nvme or ()
+        connection = stripe.commits._index._connection
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert connection.execute("PRAGMA synchronous").fetchone() == (2,)

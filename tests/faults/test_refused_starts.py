@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvfs import config
+from kvfs.config import VolumeSetting
 from kvfs.errors import ConfigError, UsageError
 from kvfs.index import FILE_NAME as INDEX
 from kvfs.opening import open_store
@@ -50,13 +51,13 @@ def test_the_memory_of_this_machine_is_known() -> None:
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/kvfs"])
 async def test_a_volume_directory_that_cannot_be_made(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
-    said = await sentence(tmp_path, nvme_directory=str(tmp_path / place))
+    said = await sentence(tmp_path, nvme=(VolumeSetting(str(tmp_path / place), 32 << 20),))
     assert said.startswith("cannot open the volume in ")
     assert place in said
 
 
 async def test_a_volume_larger_than_the_file_system_can_hold(tmp_path: Path) -> None:
-    assert "nvme" in await sentence(tmp_path, nvme_bytes=900 << 40)
+    assert "nvme" in await sentence(tmp_path, nvme=(VolumeSetting(str(tmp_path / "nvme"), 900 << 40),))
     assert list((tmp_path / "nvme").iterdir()) == []
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfs import config
-from kvfs.config import Settings, format_size, load, parse_size, to_toml
+from kvfs.config import Settings, VolumeSetting, format_size, load, parse_size, to_toml
 from kvfs.errors import ConfigError
 
 GIB = 1 << 30
@@ -51,7 +51,7 @@ def test_sizes_are_written_for_people(size_bytes: int, text: str) -> None:
 
 def test_flags_alone_are_enough() -> None:
     found = load(None, {"mountpoint": "/mnt/kvfs", "ram": "4GiB", "nvme": "/data/kvfs:64GiB", "window": None})
-    assert found == settings(nvme_directory="/data/kvfs", nvme_bytes=64 * GIB)
+    assert found == settings(nvme=(VolumeSetting("/data/kvfs", 64 * GIB),))
     assert (found.huge_pages, found.io_threads, found.window_bytes, found.log_file) == ("auto", 4, 64 << 20, None)
 
 
@@ -71,7 +71,7 @@ def test_relative_paths_count_from_the_file_or_the_working_directory(
     monkeypatch.chdir(tmp_path)
     found = load("etc/kvfs.toml", {"log_file": "kvfs.log"})
     assert found.mountpoint == str(tmp_path / "mnt")
-    assert found.nvme_directory == str(tmp_path / "etc" / "data")
+    assert found.nvme == (VolumeSetting(str(tmp_path / "etc" / "data"), GIB),)
     assert found.log_file == str(tmp_path / "kvfs.log")
 
 
@@ -81,7 +81,7 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_colon_in_the_directory_is_kept() -> None:
-    assert load(None, {"mountpoint": "/m", "ram": "1GiB", "nvme": "/a:b:2GiB"}).nvme_directory == "/a:b"
+    assert load(None, {"mountpoint": "/m", "ram": "1GiB", "nvme": "/a:b:2GiB"}).nvme[0].directory == "/a:b"
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,28 @@ def test_names_have_one_spelling(tmp_path: Path) -> None:
         load(file, {})
 
 
-def test_half_an_nvme_tier_is_refused() -> None:
-    with pytest.raises(ConfigError, match="both a directory and a size"):
-        settings(nvme_directory="/data")
+def test_several_volumes_are_a_list_in_the_file_and_a_flag_each(tmp_path: Path) -> None:
+    both = (VolumeSetting(str(tmp_path / "a"), GIB), VolumeSetting("/b", 2 * GIB))
+    file = tmp_path / "kvfs.toml"
+    file.write_text('mountpoint = "/m"\nram = "1GiB"\nnvme = ["a:1GiB", "/b:2GiB"]\n')
+    assert load(file, {}).nvme == both
+    assert load(None, {"mountpoint": "/m", "ram": "1GiB", "nvme": [f"{tmp_path}/a:1GiB", "/b:2GiB"]}).nvme == both
+    assert load(file, {"nvme": ["/c:1GiB"]}).nvme == (VolumeSetting("/c", GIB),)
+
+
+@pytest.mark.parametrize(
+    ("volumes", "message"),
+    [
+        (["/a:1GiB", "/b"], "--nvme is '/b'; write a directory, a colon and a size"),
+        (["/a:1GiB", 7], "--nvme must be a list of texts in quotes"),
+        (["/a:1GiB", "/a/:2GiB"], "--nvme names /a twice; each volume needs a directory of its own"),
+        ([f"/{number}:1GiB" for number in range(17)], "--nvme names 17 volumes; there may be 16"),
+    ],
+)
+def test_volumes_that_cannot_be(volumes: list[object], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(None, {"mountpoint": "/m", "ram": "1GiB", "nvme": volumes})
+    assert str(refused.value).startswith(message)
 
 
 def test_root_and_users_have_their_own_socket_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,16 +196,23 @@ names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0/
 sizes = st.integers(config.MIN_TIER_BYTES, config.MAX_TIER_BYTES)
 
 
-@given(names, sizes, st.none() | st.tuples(names, sizes), st.booleans(), st.none() | names)
+@given(
+    names,
+    sizes,
+    st.lists(st.tuples(names, sizes), max_size=3, unique_by=lambda each: each[0]),
+    st.booleans(),
+    st.none() | names,
+)
 def test_settings_survive_the_file(
-    mount: str, ram_bytes: int, nvme: tuple[str, int] | None, allow_other: bool, log: str | None
+    mount: str, ram_bytes: int, nvme: list[tuple[str, int]], allow_other: bool, log: str | None
 ) -> None:
     """`to_toml` writes what `load` reads back, whatever letters a path is made of."""
     written = settings(
         mountpoint=os.path.normpath(f"/mnt/{mount}"),
         ram_bytes=ram_bytes,
-        nvme_directory=None if nvme is None else os.path.normpath(f"/data/{nvme[0]}"),
-        nvme_bytes=None if nvme is None else nvme[1],
+        nvme=tuple(
+            VolumeSetting(os.path.normpath(f"/data/{number}/{name}"), size) for number, (name, size) in enumerate(nvme)
+        ),
         allow_other=allow_other,
         log_file=None if log is None else os.path.normpath(f"/log/{log}"),
     )

@@ -291,8 +291,8 @@ async def test_limits_survive_a_restart(tmp_path: Path, system: FaultySystem) ->
         assert (table.quota_bytes, table.max_age_ns) == (5 * LENGTH, 7 * SECOND)
         other = store.attach(OTHER)
         assert (other.quota_bytes, other.max_age_ns) == (None, None)
-        assert store._residency.commits is not None
-        store._residency.commits.limit(LimitRow(77, 5, 5))  # as an older kvfs leaves it that removes a namespace
+        (stripe,) = store._residency.nvme or ()
+        stripe.commits.limit(LimitRow(77, 5, 5))  # as an older kvfs leaves it that removes a namespace
     async with open_table(tmp_path, NS, system) as (store, table):
         assert table.quota_bytes == 5 * LENGTH
         await store.settle()

@@ -19,8 +19,8 @@ REQUESTS: list[m.AnyRequest] = [
     m.Abort(8, KEY), m.Suspect(9, KEY), m.Prefetch(10, KEY, 50, 60_000), m.Cancel(11, 10),
 ]  # fmt: skip
 REPLIES: list[m.AnyReply] = [
-    m.Welcome(1, m.VERSION, "ns", 1 << 32, 1 << 26, True, False), m.Window(2, 4096), m.Matched(3, 2, 9, bytes([1, 2])),
-    m.Loaded(4, (m.Placement(m.Tier.RAM, m.Tier.NVME, 4096, 8192),), 9, 30), m.Arrived(4, 30, (1, 5), ((2, 31),)),
+    m.Welcome(1, m.VERSION, "ns", 1 << 32, 1 << 26, 2, False), m.Window(2, 4096), m.Matched(3, 2, 9, bytes([1, 2])),
+    m.Loaded(4, (m.Placement(m.Tier.RAM, m.Tier.NVME, 4096, 8192, 3),), 9, 30), m.Arrived(4, 30, (1, 5), ((2, 31),)),
     m.Slots(5, (m.Slot(m.StoreStatus.REFUSED, 0),)), m.Published(6, (m.StoreStatus.BAD,)), m.Done(7),
     m.Failure(0, "no"),
 ]  # fmt: skip
@@ -47,7 +47,7 @@ def test_every_message_is_tried() -> None:
 
 def test_golden_packet() -> None:
     """The wire form: a msgpack array that begins with the tag and the id."""
-    assert m.VERSION == 3
+    assert m.VERSION == 4
     assert m.encode(m.Match(3, b"k" * 16)).hex() == "93a56d6174636803c410" + (b"k" * 16).hex()
     assert m.encode(m.Load(4, b"", 1000, True)).hex() == "95a46c6f616404c400cd03e8c3"
 
@@ -101,7 +101,7 @@ def test_what_is_too_large_is_not_sent() -> None:
 
 
 @pytest.mark.parametrize("reply", [
-    m.Loaded(2**32 - 1, tuple(m.Placement(m.Tier.RAM, m.Tier.NVME, 2**62 - 1, 2**30) for _ in range(m.MAX_BATCH)), 2**62 - 1, 1024),
+    m.Loaded(2**32 - 1, tuple(m.Placement(m.Tier.RAM, m.Tier.NVME, 2**62 - 1, 2**30, 15) for _ in range(m.MAX_BATCH)), 2**62 - 1, 1024),
     m.Arrived(2**32 - 1, 1024, tuple(range(m.MAX_BATCH)), tuple((i, 1024) for i in range(m.MAX_BATCH))),
     m.Slots(1, tuple(m.Slot(m.StoreStatus.STORED, 2**62 - 1) for _ in range(m.MAX_BATCH))),
 ], ids=lambda reply: type(reply).__name__)  # fmt: skip

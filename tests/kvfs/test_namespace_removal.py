@@ -47,13 +47,13 @@ async def test_it_comes_back_as_another(tmp_path: Path) -> None:
     chain = chain_of(NS, 2)
     async with open_table(tmp_path, NS) as (store, table):
         for _ in range(3):
-            numbers = {store.attach(OTHER).number}
+            numbers = {store.attach(OTHER).numbers[0]}
             await store_chain(store, table, chain)
             await store.remove([*table.chunks.values()])
             store.remove_namespace(table)
             again = store.attach(NS)
             assert again is not table
-            assert again.number not in numbers | {table.number}
+            assert again.numbers[0] not in numbers | {table.numbers[0]}
             table = again
         await store_chain(store, table, chain)
     assert rows(tmp_path) == {"namespaces": 2, "chunks": 2, "pins": 0, "limits": 0}

@@ -74,13 +74,13 @@ def key(path: str) -> Key:
 def test_what_a_pinned_chunk_is_built_on_is_held() -> None:
     bench = Bench()
     chunks = {path: bench.add(path) for path in ("a", "ab", "abc", "abd", "x")}
-    assert bench.pins.bytes_to_hold([chunks["abc"], chunks["abd"]]) == 4 * chunks["a"].length
+    assert bench.pins.to_hold([chunks["abc"], chunks["abd"]]) == {chunks[path] for path in ("a", "ab", "abc", "abd")}
     bench.pins.pin(chunks["abc"], FOREVER)
     assert bench.held == {"a", "ab", "abc"}
     bench.pins.pin(chunks["abd"], FOREVER)
     bench.pins.pin(chunks["ab"], 7)
     assert bench.held == {"a", "ab", "abc", "abd"}
-    assert bench.pins.bytes_to_hold(chunks.values()) == chunks["x"].length
+    assert bench.pins.to_hold(chunks.values()) == {chunks["x"]}
     assert bench.pins.unpin(chunks["abc"])
     assert not bench.pins.unpin(chunks["abc"])
     assert bench.held == {"a", "ab", "abd"}

@@ -19,7 +19,7 @@ import trio.testing
 
 from kvfs.catalog import Chunk
 from kvfs.chunk import checksum, geometry
-from kvfs.config import Settings
+from kvfs.config import Settings, VolumeSetting
 from kvfs.errors import CorruptChunk
 from kvfs.intake import Handed, Reservation, WindowSlot
 from kvfs.keys import extend, key_of, root
@@ -102,7 +102,7 @@ class BlockedSystem(System):
 
 
 def settings(tmp_path: Path, *, nvme: bool = False) -> Settings:
-    volume: dict[str, Any] = {"nvme_directory": str(tmp_path), "nvme_bytes": 4 << 20} if nvme else {}
+    volume: dict[str, Any] = {"nvme": (VolumeSetting(str(tmp_path), 4 << 20),)} if nvme else {}
     return Settings(mountpoint=str(tmp_path / "m"), ram_bytes=4 << 20, huge_pages="never", **volume)
 
 

@@ -27,9 +27,9 @@ def test_what_it_prints_is_a_file_of_settings(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     path.write_text(result.stdout)
     settings = config.load(path, {})
-    assert (settings.ram_bytes, settings.nvme_directory, settings.io_threads) == (4 << 30, "/data/kvfs", 7)
+    assert (settings.ram_bytes, settings.nvme[0].directory, settings.io_threads) == (4 << 30, "/data/kvfs", 7)
     assert kvfs("config", "--config", path).stdout == result.stdout
-    assert "# Threads that read and write the volume.\nio_threads = 7\n" in result.stdout
+    assert "# Threads that read and write a volume, for each.\nio_threads = 7\n" in result.stdout
     assert '# Most memory one engine may use to hand over chunks. The default.\nwindow = "64MiB"\n' in result.stdout
     assert "# log_file is not set\n" in result.stdout
     told = json.loads(kvfs("config", "--config", path, "--ram=1GiB", "--json").stdout)

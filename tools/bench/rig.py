@@ -23,7 +23,7 @@ from kvfs import keys
 from kvfs.arena import MADV_POPULATE_WRITE
 from kvfs.chunk import align, geometry
 from kvfs.client import Client, NewChunk, Publishing, Reservation, StoreStatus, Tier, new_chunk
-from kvfs.config import Access, Settings
+from kvfs.config import Access, Settings, VolumeSetting
 from kvfs.errors import UnavailableError, UsageError
 from kvfs.mount import mountpoint
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
@@ -104,7 +104,7 @@ class Daemon:
 
     def __init__(self, settings: Settings) -> None:
         self.mount = settings.mountpoint
-        self.volume_directory = Path(settings.nvme_directory or "/")
+        self.volume_directory = Path(settings.nvme[0].directory if settings.nvme else "/")
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -176,8 +176,8 @@ def scratch(directory: Path | None) -> Iterator[Path]:
 def settings(directory: Path, name: str, ram_bytes: int, nvme_bytes: int, access: Access = "isolated") -> Settings:
     """Settings of a daemon whose files all lie below `directory`."""
     return Settings(
-        mountpoint=str(directory / f"mount-{name}"), ram_bytes=ram_bytes, nvme_directory=str(directory / f"volume-{name}"),
-        nvme_bytes=nvme_bytes, window_bytes=WINDOW_BYTES, access=access, log_level="warning",
+        mountpoint=str(directory / f"mount-{name}"), ram_bytes=ram_bytes,
+        nvme=(VolumeSetting(str(directory / f"volume-{name}"), nvme_bytes),), window_bytes=WINDOW_BYTES, access=access, log_level="warning",
     )  # fmt: skip
 
 

@@ -1,0 +1,245 @@
+"""The writer of one volume: its dirty chunks, in the order in which they came, group after group. See `write_behind`.
+
+Concurrency: two tasks, one writes groups, one makes them durable, in the same order, all that are written at once: a
+commit takes tens of milliseconds beside the writes of the next groups, which must not wait for it. The chunks of a
+group are leased meanwhile, so that their bytes stay where they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
+
+import trio
+
+from kvfs.catalog import NOWHERE, Chunk
+from kvfs.errors import UnavailableError
+from kvfs.residency import Residency
+from kvfs.stripes import Stripe
+
+log = logging.getLogger(__name__)
+
+_MAX_GROUP_CHUNKS = 256
+_MAX_GROUP_BYTES = 256 << 20
+_MAX_WRITTEN_GROUPS = 3  # that wait for the one before them to be durable
+_MAX_RUN_BYTES, _MAX_RUN_CHUNKS = 8 << 20, 256
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 30.0
+
+
+class Progress:
+    """Wakes whoever waits for a chunk to become dirty or clean."""
+
+    def __init__(self) -> None:
+        self._changed = trio.Event()
+        self._is_awaited = False
+
+    def notify(self) -> None:
+        """Something changed; with nobody waiting this costs nothing, and it is called for each chunk."""
+        if self._is_awaited:
+            self._is_awaited = False
+            self._changed.set()
+            self._changed = trio.Event()
+
+    async def wait(self) -> None:
+        """Return at the next change."""
+        self._is_awaited = True
+        await self._changed.wait()
+
+
+@dataclass(slots=True)
+class _Group:
+    """Chunks that are written together.
+
+    Attributes: chunks: leased; pairs: those that got an extent, with its offset; left: those for which there was no room;
+    put: those whose row is committed.
+    """
+
+    chunks: list[Chunk]
+    pairs: list[tuple[Chunk, int]] = field(default_factory=list)
+    left: list[Chunk] = field(default_factory=list)
+    put: set[Chunk] = field(default_factory=set)
+
+
+class VolumeWriter:
+    """The queue of dirty chunks of a volume.
+
+    Attributes: stripe; dirty_bytes, num_dirty: what is waiting or being written.
+    """
+
+    def __init__(self, residency: Residency, stripe: Stripe, progress: Progress) -> None:
+        self.stripe = stripe
+        self.dirty_bytes = 0
+        self.num_dirty = 0
+        self._residency = residency
+        self._tier = stripe.tier
+        self._progress = progress
+        self._queue: deque[Chunk] = deque()
+        self._retry_s = _FIRST_RETRY_S
+        self._retry_at = 0.0  # of trio's clock
+
+    def append(self, chunk: Chunk) -> None:
+        """A chunk is to be written."""
+        self._queue.append(chunk)
+        self.num_dirty += 1
+        self.dirty_bytes += chunk.length
+        self._progress.notify()
+
+    async def run(self) -> None:
+        """Write group after group, for ever: while some are made durable the next are being written."""
+        send, receive = trio.open_memory_channel[_Group](_MAX_WRITTEN_GROUPS)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._write_groups, send)
+            nursery.start_soon(self._finish_groups, receive)
+
+    async def _write_groups(self, send: trio.MemorySendChannel[_Group]) -> None:
+        while True:
+            while not self._queue:
+                await self._progress.wait()
+            await trio.sleep_until(self._retry_at)
+            group = _Group(self._take_group())
+            try:
+                offsets = await self._residency.reserve_nvme(self.stripe, group.chunks)
+                group.left = group.chunks[len(offsets) :]
+                group.pairs = [pair for pair in zip(group.chunks, offsets, strict=False) if pair[1] != NOWHERE]
+                await self._transfer(group.pairs)
+            except (OSError, UnavailableError) as error:
+                self._failed(group, error)
+            else:
+                await send.send(group)
+
+    async def _finish_groups(self, receive: trio.MemoryReceiveChannel[_Group]) -> None:
+        async for first in receive:
+            groups = [first]
+            with contextlib.suppress(trio.WouldBlock):
+                while True:
+                    groups.append(receive.receive_nowait())
+            try:
+                await self._tier.sync()
+                for group in groups:
+                    for chunk, offset in group.pairs:
+                        if not chunk.is_removed:
+                            self.stripe.commits.put(self.stripe.row(chunk, offset))
+                            group.put.add(chunk)
+                await self.stripe.commits.flush()
+            except (OSError, UnavailableError) as error:
+                for group in reversed(groups):  # each goes to the front of the queue
+                    self._failed(group, error)
+            else:
+                for group in groups:
+                    self._finished(group)
+
+    def _failed(self, group: _Group, error: Exception) -> None:
+        """Nothing of the group is durable; it is tried again, later and later."""
+        if not self._tier.is_degraded:
+            log.error("writing to NVMe fails, trying again: %s (the volume in %s)", error, self.stripe.directory)
+            self._residency.events.append("degraded", volume=self.stripe.directory, reason=str(error))
+        self._tier.is_degraded = True
+        self._residency.counters.io_errors += 1
+        for chunk, offset in group.pairs:
+            if chunk.is_removed:
+                self._residency.free_on_nvme(chunk, offset)
+            else:
+                self._tier.extents.free(offset, chunk.length)
+        self._return_group(group.chunks, group.chunks)
+        self._try_later()
+
+    def _finished(self, group: _Group) -> None:
+        """The group is durable, but for what the volume has no room for."""
+        for chunk, offset in group.pairs:
+            self._became_clean(chunk, offset, was_put=chunk in group.put)
+        self._residency.arrived_on_nvme([chunk for chunk, _ in group.pairs])
+        self._return_group(group.chunks, group.left)
+        if group.left:
+            self._try_later()
+            return
+        self._retry_s = _FIRST_RETRY_S
+        if self._tier.is_degraded:
+            log.warning("writing to NVMe works again (the volume in %s)", self.stripe.directory)
+            self._residency.events.append("recovered", volume=self.stripe.directory)
+            self._tier.is_degraded = False
+
+    def _try_later(self) -> None:
+        self._retry_at = trio.current_time() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
+
+    def _take_group(self) -> list[Chunk]:
+        """The oldest dirty chunks that are still wanted, leased."""
+        group: list[Chunk] = []
+        size = 0
+        while self._queue and len(group) < _MAX_GROUP_CHUNKS and (not group or size < _MAX_GROUP_BYTES):
+            chunk = self._queue.popleft()
+            if chunk.is_removed:
+                self._no_longer_dirty(chunk)
+                continue
+            self._residency.lease(chunk)
+            group.append(chunk)
+            size += chunk.length
+        if any(self._residency.copied_in.depth(chunk) is not None for chunk in group):
+            group.sort(key=attrgetter("position"))  # of what came by copying the beginning stays
+        return group
+
+    def _return_group(self, group: list[Chunk], left: list[Chunk]) -> None:
+        kept = set(left)
+        for chunk in group:
+            if chunk in kept and not chunk.is_removed:
+                continue
+            self._no_longer_dirty(chunk)
+        self._queue.extendleft(chunk for chunk in reversed(left) if not chunk.is_removed)
+        self._progress.notify()
+        for chunk in group:
+            self._residency.release(chunk)
+
+    def _no_longer_dirty(self, chunk: Chunk) -> None:
+        self.num_dirty -= 1
+        self.dirty_bytes -= chunk.length
+        self._progress.notify()
+
+    async def _transfer(self, pairs: list[tuple[Chunk, int]]) -> None:
+        """Write chunks, neighbours on the volume together. Raises OSError if any of it fails."""
+        queue = deque(_runs(pairs))
+        failures: list[OSError] = []
+
+        def work() -> None:  # in a thread, for the whole queue: a hop for each write costs more than a small write
+            while queue and not failures:
+                try:
+                    run = queue.popleft()
+                except IndexError:
+                    return
+                views = [self._residency.ram.view(chunk.ram, chunk.length) for chunk, _ in run]
+                try:
+                    self._tier.volume.write(views, run[0][1])
+                except OSError as error:
+                    failures.append(error)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(min(self._tier.num_threads, len(queue))):
+                nursery.start_soon(self._tier.in_thread, work)
+        if failures:
+            raise failures[0]
+        self._residency.counters.written_bytes += sum(chunk.length for chunk, _ in pairs)
+
+    def _became_clean(self, chunk: Chunk, offset: int, *, was_put: bool) -> None:
+        if not chunk.is_removed:
+            self._tier.place(chunk, offset)
+            self._residency.placed_on_nvme(chunk)
+            return
+        if was_put:  # it was removed while the row was being written
+            self.stripe.delete(chunk)
+        self._residency.free_on_nvme(chunk, offset)
+
+
+def _runs(pairs: list[tuple[Chunk, int]]) -> list[list[tuple[Chunk, int]]]:
+    """The pairs, in runs that lie one after the other on the volume, each about 8 MiB at most."""
+    runs: list[list[tuple[Chunk, int]]] = []
+    size = end = 0
+    for chunk, offset in sorted(pairs, key=itemgetter(1)):
+        if not runs or offset != end or size + chunk.length > _MAX_RUN_BYTES or len(runs[-1]) == _MAX_RUN_CHUNKS:
+            runs.append([])
+            size = 0
+        runs[-1].append((chunk, offset))
+        end = offset + chunk.length
+        size += chunk.length
+    return runs
