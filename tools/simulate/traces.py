@@ -5,7 +5,8 @@ Two formats are told apart by their first line; both may be gzipped, one JSON ob
 Mooncake  {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block, …]}
 sessions  {"block_size": tokens, "requests": [{"t": s, "in": tokens, "hash_ids": [block, …], "requests": […]}, …]}
 
-A session's times count from its own start, those of a request within another from that one's; ids are the session's
+The tokens of a Mooncake block are found out, unless its lines have a "block_size" too, as those of `kvfs record` do. A
+session's times count from its own start, those of a request within another from that one's; ids are the session's
 own. Where a file has sessions but not when they began, they begin at random, `start_gap_s` apart on average.
 Lines may be out of order of time, as a log that several processes write is: they are played in order.
 
@@ -146,16 +147,18 @@ def _read_file(trace: Trace, source: int, path: Path, reading: Reading, advance:
         if first is None:
             raise UsageError(f"{path} is empty")
         if "timestamp" in first.found and "hash_ids" in first.found:
+            says_block = "block_size" in first.found
             asked, block = _mooncake(itertools.chain([first], lines), path)
             pairs = itertools.pairwise(asked)
             trace.num_out_of_order += sum(one.at_s < before.at_s for before, one in pairs)
         elif "requests" in first.found and "block_size" in first.found:
+            says_block = False
             asked, block = _sessions(itertools.chain([first], lines), path, reading)
         else:
             raise UsageError(
                 f"{path} is neither a Mooncake trace nor one of sessions: its first line has {sorted(first.found)[:8]}"
             )
-    per_chunk = reading.tokens_per_chunk or (block if block > 64 else 256)
+    per_chunk = reading.tokens_per_chunk or (block if block > 64 or says_block else 256)
     if per_chunk % block:
         raise UsageError(f"a chunk of {per_chunk} tokens is no multiple of the blocks of {block} in {path}")
     if trace.tokens_per_chunk not in (0, per_chunk):
@@ -188,7 +191,10 @@ def _lines(file: IO[bytes], raw: IO[bytes], path: Path, advance: Callable[[int],
 def _mooncake(lines: Iterable[_Line], path: Path) -> tuple[list[_Asked], int]:
     asked: list[_Asked] = []
     places: list[str] = []
+    said: set[int] = set()
     for place, found in lines:
+        if "block_size" in found:
+            said.add(_block_size(found, place))
         ids = _ids(found, place)
         at_s = _number(found, "timestamp", place) / 1000
         tokens = int(_number(found, "input_length", place, _MAX_TOKENS))
@@ -198,7 +204,7 @@ def _mooncake(lines: Iterable[_Line], path: Path) -> tuple[list[_Asked], int]:
             asked.append(_Asked(at_s, ids, tokens, -1))
             places.append(place)
     looked_at = asked[:_LOOKED_AT]
-    block = next((block for block in _USUAL_BLOCKS if all(_fits(one, block) for one in looked_at)), None)
+    block = next((block for block in said or _USUAL_BLOCKS if all(_fits(one, block) for one in looked_at)), None)
     if block is None:
         raise UsageError(f"the blocks of {path} have no usual size: input_length does not fit the number of hash_ids")
     wrong = next((place for one, place in zip(asked, places, strict=True) if not _fits(one, block)), None)
@@ -233,15 +239,20 @@ def _sessions(lines: Iterable[_Line], path: Path, reading: Reading) -> tuple[lis
                 add(found["requests"], at_s, session, place, depth + 1)
 
     for session, (place, found) in enumerate(lines):
-        size = int(_number(found, "block_size", place))
-        if not 0 < size <= _MAX_BLOCK:
-            raise UsageError(f"{place} has blocks of {size} tokens")
+        size = _block_size(found, place)
         if block not in (0, size):
             raise UsageError(f"{place} has blocks of {size} tokens, those before it of {block}: they are different")
         block = size
         add(found.get("requests"), start_s, session, place, 1)
         start_s += clock.expovariate(1 / reading.start_gap_s) if reading.start_gap_s else 0.0
     return asked, block
+
+
+def _block_size(found: dict[str, Any], place: str) -> int:
+    size = int(_number(found, "block_size", place))
+    if not 0 < size <= _MAX_BLOCK:
+        raise UsageError(f"{place} has blocks of {size} tokens")
+    return size
 
 
 def _ids(found: dict[str, Any], place: str) -> list[int]:
