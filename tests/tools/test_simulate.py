@@ -384,6 +384,50 @@ def test_the_command_compares_policies(mooncake: Path) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["lru", "opt"]
 
 
+def test_pictures(mooncake: Path, tmp_path: Path) -> None:
+    """All of them, of all policies; they say where they are."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install kvfs[plots]")
+    done = kvfs("simulate", mooncake, "--ram", "5%", "--policy", "lru,opt", "--plot", tmp_path / "new" / "pictures")
+    assert done.returncode == 0, done.stderr
+    names = {
+        "hit-rate-over-time", "hits-of-requests", "where-hits-end", "chunk-reuse", "request-length", "reuse-distance",
+        "capacity",
+    }  # fmt: skip
+    pictures = [*(tmp_path / "new" / "pictures").iterdir()]
+    assert {path.name for path in pictures} == {f"{name}.png" for name in names}
+    for path in pictures:
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert str(path) in done.stderr
+    done = kvfs("simulate", mooncake, "--ram", "5%", "--policy", "lru", "--plot", mooncake)
+    assert done.returncode == 2
+    assert "cannot write to" in done.stderr
+
+
+def test_distances_between_uses() -> None:
+    """By counting the different chunks between, one by one."""
+    plot = pytest.importorskip("kvfs.tools.simulate.plot", reason="needs matplotlib", exc_type=UsageError)
+    trace = chats(9, 60)
+    flat = [chunk for request in trace.requests for chunk in request.chunks]
+    distances = []
+    for place, chunk in enumerate(flat):
+        before = next((other for other in range(place - 1, -1, -1) if flat[other] == chunk), None)
+        if before is not None:
+            distances.append(len(set(flat[before + 1 : place])))
+    for most, number in plot._cumulated_distances(trace):
+        assert number == sum(distance < most for distance in distances)
+
+
+def test_without_matplotlib_plot_says_what_to_install(mooncake: Path, tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('no')")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvfs.tools.cli", "simulate", mooncake, "--ram", "5%", "--plot", tmp_path / "x"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kvfs: --plot draws with matplotlib: pip install 'kvfs[plots]', or pip install matplotlib\n"
+    assert not (tmp_path / "x").exists()
+
+
 def test_help_teaches_by_example() -> None:
     done = kvfs("simulate", "--help")
     assert done.returncode == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
 from typing import Annotated
@@ -45,6 +45,10 @@ kvfs simulate conversation.jsonl.gz --ram 5% --policy lru,opt --closed
 
 What it would be worth if the engine said when a conversation is over.
 
+kvfs simulate week.jsonl.gz --ram 64GiB --policy lru,learned,opt --plot pictures/
+
+Pictures too: hit rate over time, by request, by room; reuse, lengths, distances. What `kvfs record` wrote will do as a trace.
+
 A trace has one JSON object a line, gzipped or not: Mooncake's {"timestamp": ms, "input_length": tokens, "hash_ids": [block, ...]}, or
 sessions {"block_size": tokens, "requests": [{"t": s, "in": tokens, "hash_ids": [...]}, ...]}. Several files share one cache, and
 no prefix. Each block counts as a whole one.
@@ -53,6 +57,7 @@ no prefix. Each block counts as a whole one.
 OPTIMUM = "opt"
 Flag = typer.Option
 _STEP = 64  # requests between two looks at the bar
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the capacity curves
 _MAX_BYTES_PER_TOKEN = 1 << 28
 _MAX_TOKENS_PER_CHUNK = 1 << 16
 
@@ -98,6 +103,9 @@ def simulate(
     closed: Annotated[
         bool, Flag("--closed", help="Tell the policy, after each request, what of it is never asked for again.")
     ] = False,
+    plot: Annotated[
+        str | None, Flag(metavar="DIR", help="Draw what was found there, and curves of room against hits (PNG).")
+    ] = None,
     as_json: Annotated[bool, Flag("--json", help="For programs: a list, one object a policy.")] = False,
 ) -> None:
     """Replay recorded requests through the tiers and policies of the store, and say what they would have found.
@@ -113,6 +121,9 @@ def simulate(
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     results: list[Result] = []
+    tallies: dict[str, Tally] = {}
+    curves: dict[str, list[tuple[float, float]]] = {}
+    draw = _drawing() if plot is not None else None
     trace, sizes, chunk_bytes = None, (0, 0), 0
     is_interrupted = False
     try:
@@ -138,12 +149,20 @@ def simulate(
                     took_s = time.perf_counter() - started_s
                     tally.cut()
                     if tally.ram:
+                        tallies[name] = tally
                         has_nvme, is_optimum = bool(sizes[1]), name == OPTIMUM
                         results.append(
                             report.result(name, trace, tally, machine, took_s, has_nvme=has_nvme, is_optimum=is_optimum)
                         )
+            if draw is not None:
+                _draw_curves(trace, names, makers, per_token, sizes, chunk_bytes, curves, bar)
     except KeyboardInterrupt:
         is_interrupted = True
+    if draw is not None and trace is not None and results:
+        room = max(sizes) // chunk_bytes / trace.num_chunks
+        what = "both tiers" if sizes[1] else "RAM"
+        for path in draw(Path(plot or "."), trace, tallies, curves, room, what):
+            typer.echo(str(path), err=True)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(results)).decode())
     elif trace is not None and results:
@@ -157,6 +176,40 @@ def simulate(
         if not results:
             typer.echo("kvfs: interrupted before a request was played: there is nothing to show", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _drawing() -> Callable[..., list[Path]]:
+    """What draws. Raises UsageError without matplotlib, before anything else takes time."""
+    from kvfs.tools.simulate import plot
+
+    return plot.draw
+
+
+def _draw_curves(
+    trace: Trace,
+    names: list[str],
+    makers: dict[str, MakePolicy],
+    per_token: int,
+    sizes: tuple[int, int],
+    chunk_bytes: int,
+    curves: dict[str, list[tuple[float, float]]],
+    bar: Progress,
+) -> None:
+    """Hits of every policy by the room in all: that of the lowest tier, since a tier above it does not add to what is found."""
+    shares = sorted({*_SHARES, min(1.0, max(sizes) // chunk_bytes / trace.num_chunks)})
+    for name in names:
+        points = curves.setdefault(name, [])
+        for share in shares:
+            room = max(1, int(trace.num_chunks * share))
+            tally = Tally()
+            if name == OPTIMUM:
+                steps = _best(trace, room, 0, tally)
+            else:
+                has_ghosts = name not in named.BLIND_TO_USES
+                replay = Replay(trace, makers[name], per_token, room * chunk_bytes, 0, tally, has_ghosts=has_ghosts)
+                steps = _play(replay, trace, False)
+            _run(f"{name}, {100 * share:.3g} %", steps, trace, tally, bar, policy=name)
+            points.append((share, (sum(tally.ram) + sum(tally.nvme)) / trace.num_references))
 
 
 def _policies(text: str) -> tuple[list[str], dict[str, MakePolicy]]:
@@ -180,9 +233,10 @@ def _check_numbers(prefill_rate: float, bytes_a_token: int | None, tokens_per_ch
         raise UsageError(f"--tokens-per-chunk is between 1 and {_MAX_TOKENS_PER_CHUNK:,}")
 
 
-def _run(name: str, steps: Iterator[None], trace: Trace, tally: Tally, bar: Progress) -> None:
+def _run(name: str, steps: Iterator[None], trace: Trace, tally: Tally, bar: Progress, policy: str = "") -> None:
     """Play all. What a user's own policy raises, or brings about, is told in one sentence."""
     task = bar.add_task(name, total=len(trace.requests))
+    name = policy or name
     try:
         for index, _ in enumerate(steps):
             if not index % _STEP:
