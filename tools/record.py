@@ -134,31 +134,36 @@ def record(
         name = namespace
         wanted = mounted.ask(path, lambda beat: listing.find_namespace(path, name, beat))
     started_s = time.monotonic()
-    with _ends_with_a_signal() as has_ended, _opened(file, force) as (out, written):
+    with (
+        asking.connected(path) as connection,
+        _ends_with_a_signal() as has_ended,
+        _opened(file, force) as (out, written),
+    ):
         recording = Recording(out)
         shown_s = 0.0
         why = "interrupted"
-        with asking.connected(path) as connection:
-            try:
+        try:
+            _take(connection, recording, wanted)
+            typer.echo(f"kvfs: what engines ask for is written to {printable(file)}; Ctrl-C ends it", err=True)
+            while True:
+                is_last = has_ended() or (wait_s is not None and time.monotonic() - started_s >= wait_s)
                 _take(connection, recording, wanted)
-                typer.echo(f"kvfs: what engines ask for is written to {printable(file)}; Ctrl-C ends it", err=True)
-                while True:
-                    is_last = has_ended() or (wait_s is not None and time.monotonic() - started_s >= wait_s)
-                    _take(connection, recording, wanted)
-                    if (written() if file != "-" else recording.num_bytes) >= most:
-                        why = f"{format_size(most)} are written"
-                        break
-                    if is_last:
-                        break
-                    if time.monotonic() - shown_s >= _SHOW_EVERY_S and sys.stderr.isatty():
-                        shown_s = time.monotonic()
-                        sys.stderr.write(f"\r\x1b[K{_summary(recording, started_s)}")
-                    if not has_ended():
-                        time.sleep(_ASK_EVERY_S)
-            except UnavailableError as error:  # what was written so far is a trace as well
-                why = str(error)
+                if (written() if file != "-" else recording.num_bytes) >= most:
+                    why = f"{format_size(most)} are written"
+                    break
+                if is_last:
+                    break
+                if time.monotonic() - shown_s >= _SHOW_EVERY_S and sys.stderr.isatty():
+                    shown_s = time.monotonic()
+                    sys.stderr.write(f"\r\x1b[K{_summary(recording, started_s)}")
+                if not has_ended():
+                    time.sleep(_ASK_EVERY_S)
+        except UnavailableError as error:  # what was written so far is a trace as well
+            why = str(error)
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
+    if not recording.num_requests and file != "-" and not force:
+        Path(file).unlink(missing_ok=True)  # else it would be in the way of the next one
     _tell(recording, file, started_s, why)
 
 

@@ -20,7 +20,7 @@ from kvfs import namespace as namespaces
 from kvfs.chunk import SUFFIX
 from kvfs.connection import Connection
 from kvfs.durations import rfc3339
-from kvfs.errors import FormatError, UsageError
+from kvfs.errors import FormatError, UnavailableError, UsageError
 from kvfs.keys import Key, KeyChain, root
 from kvfs.messages import Explained, Known, Tier
 from kvfs.namespace import Namespace
@@ -40,7 +40,7 @@ kvfs why /mnt/kvfs/SmolLM2-135M-bf16-r0of1-3f9c21ab77d0/chunks/0a1b2c3d4e5f60718
 
 A chunk by its name in the mount, though it is gone.
 
-The exit code is 0 if all is stored, and what leads to it, and 1 if not. Engines whose request has a salt, an adapter or
+The exit code is 0 if all is stored, and what leads to it, 1 if not, and 2 if that cannot be said. Engines whose request has a salt, an adapter or
 images make other keys of the same tokens: say them with --extra, in the engine's order.
 """
 
@@ -113,12 +113,15 @@ def why(
     whole.
     """
     path, wanted, prompt = _plan(places, tokens, extra or [])
-    present = _namespaces(path)
-    with asking.connected(path) as connection:
-        if prompt is not None:
-            answers = [_of_prompt(connection, present, wanted, prompt, extra or [])]
-        else:
-            answers = [_of_key(connection, present, directory, key) for directory, key in _keys(present, wanted)]
+    try:
+        present = _namespaces(path)
+        with asking.connected(path) as connection:
+            if prompt is not None:
+                answers = [_of_prompt(connection, present, wanted, prompt, extra or [])]
+            else:
+                answers = [_of_key(connection, present, directory, key) for directory, key in _keys(present, wanted)]
+    except UnavailableError as error:
+        raise UsageError(str(error)) from error  # exit code 2: 1 would say that it is not stored
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode([_document(answer) for answer in answers]), indent=2))
     else:

@@ -170,10 +170,14 @@ def test_it_ends_by_size_and_time_and_with_the_daemon(cache: Mount, tmp_path: Pa
     by_time = kvfs("record", cache.path, short, "--for", "1s")
     assert by_time.returncode == 1
     assert by_time.stderr.splitlines()[-1] == "kvfs: no engine asked for anything: the trace is empty"
+    assert not short.exists()
     os.kill(cache.pid(), signal.SIGKILL)
     said = by_death.wait()
     assert "it ended because the session broke" in said or "daemon" in said
     assert len(lines_of(gone)) == 1
+    assert kvfs("record", cache.path, tmp_path / "late.jsonl").returncode == 1
+    assert not (tmp_path / "late.jsonl").exists()
+    assert kvfs("why", cache.path, "tiny", "ab" * 16).returncode == 2
 
 
 @needs_fuse
