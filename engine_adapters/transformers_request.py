@@ -127,6 +127,7 @@ class Request:
             worth = parts.break_even.worth_loading(lease.tiers, spans.tokens_per_chunk) // spans.tokens_per_chunk
             if worth < len(full) and full[-1].end >= parts.break_even.floor_tokens:
                 parts.counters.add(not_worth_it=1)
+                parts.client.declined([span.chain for span in full[worth:]])
                 if not worth:
                     return None
                 full, short = full[:worth], []

@@ -160,7 +160,11 @@ class SchedulerSide:
                 self._match(tracked, again=True)
             tracked.load_end = self.break_even.worth_loading(tracked.tiers, self._tokens_per_chunk, num_computed)
             declined = tracked.num_found * self._tokens_per_chunk - max(tracked.load_end, num_computed)
-            self._counts["not_worth_it"] += declined >= self._settings.floor_tokens
+            if declined >= self._settings.floor_tokens:
+                self._counts["not_worth_it"] += 1
+                begin = max(tracked.load_end, num_computed) // self._tokens_per_chunk
+                for session in self._sessions:
+                    session.declined(tracked.chunks.chains[begin : tracked.num_found])
             if tracked.load_end <= num_computed:
                 tracked.load_end = 0  # also if vLLM has less of it when it asks again
             tracked.is_in_step = self._should_load_in_step(tracked, num_computed)
@@ -226,11 +230,12 @@ class SchedulerSide:
             return
         before, tracked.leases = tracked.leases, []  # which end when there are new ones
         self.num_leased -= bool(before)
+        was_asked = bool(tracked.asked_at)
         tracked.num_asked, tracked.asked_at = len(chains), now
         found = len(chains)
         leases = []
         for session in self._sessions:
-            lease = session.match(chains[:found])
+            lease = session.match(chains[:found], is_again=was_asked)
             leases.append(lease)
             found = lease.count
             if not found:

@@ -32,12 +32,12 @@ class PatientSession:
         self._keeping.open()
         self._releasing.start()
 
-    def match(self, chains: Sequence[ChainHash]) -> Lease:
+    def match(self, chains: Sequence[ChainHash], *, is_again: bool = False) -> Lease:
         """How long a prefix of `chains` is stored, leased; nothing while there is no answer."""
         if not self._keeping.is_up:
             return Lease(0)
         failures = self.client.statistics.failures
-        lease = self.client.match(chains)
+        lease = self.client.match(chains, is_again=is_again)
         if self.client.statistics.failures != failures:
             self._keeping.lost()
         return lease
@@ -45,6 +45,11 @@ class PatientSession:
     def prefetch(self, chains: Sequence[ChainHash]) -> Prefetching:
         """Have chunks brought into RAM, the first first; nothing while there is no answer."""
         return self.client.prefetch(chains) if self._keeping.is_up else Prefetching()
+
+    def declined(self, chains: Sequence[ChainHash]) -> None:
+        """What could be loaded of these is computed."""
+        if self._keeping.is_up:
+            self.client.declined(chains)
 
     def release(self, lease: Lease) -> None:
         """End a lease soon."""

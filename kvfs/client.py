@@ -208,14 +208,17 @@ class Client:
 
     # finding and loading
 
-    def match(self, chains: Sequence[ChainHash]) -> Lease:
-        """How long a prefix of `chains` is stored? What is found is leased. A failing cache has nothing."""
+    def match(self, chains: Sequence[ChainHash], *, is_again: bool = False) -> Lease:
+        """How long a prefix of `chains` is stored? What is found is leased. A failing cache has nothing.
+
+        `is_again` says that it was asked for the same request of the engine before.
+        """
         connection = self._attached()
         if connection is None or not chains:
             return Lease(0)
         keys = b"".join([chain[:16] for chain in chains[: m.MAX_BATCH]])
         try:
-            reply = connection.ask(m.Match(connection.next_id(), keys), m.Matched, self.deadline_s)
+            reply = connection.ask(m.Match(connection.next_id(), keys, is_again), m.Matched, self.deadline_s)
         except KvfsError as error:
             self._failed(error)
             return Lease(0)
@@ -270,6 +273,13 @@ class Client:
         keys = b"".join([chain[:16] for chain in chains[: m.MAX_BATCH]])
         connection.tell(m.Prefetch(number, keys, priority, int(deadline_s * 1000)))
         return Prefetching(number, connection)
+
+    def declined(self, chains: Sequence[ChainHash]) -> None:
+        """What could be loaded of these is computed, since that is cheaper; without waiting. `kvfs why` then says so."""
+        connection = self._connection
+        if connection is not None and chains and not connection.has_ended():
+            keys = b"".join([chain[:16] for chain in chains[: m.MAX_BATCH]])
+            connection.tell(m.Declined(connection.next_id(), keys))
 
     # storing
 

@@ -145,6 +145,18 @@ class Connection:
             raise
         return connection
 
+    @classmethod
+    def look(cls, path: str, deadline_s: float) -> Connection:
+        """Connect without a namespace, to ask what needs none (`Why`, `Listen`). Raises UnavailableError."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            sock.settimeout(deadline_s)
+            sock.connect(path)
+        except OSError as error:
+            sock.close()
+            raise UnavailableError(f"no daemon at {path}: {error.strerror or error}") from error
+        return cls(sock)
+
     def _take(self, welcome: m.Welcome, fds: list[int]) -> None:
         self.welcome = welcome
         self.volume_fds = fds[1 : 1 + welcome.num_volumes]

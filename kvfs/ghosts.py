@@ -3,10 +3,12 @@
 A ghost says when a chunk went, why, and how often it had been used, so that a chunk that comes back goes on where it
 was, and so that "it was here, why is it gone?" has an answer. No I/O, no waiting.
 
-There are several times as many of them as chunks, so each takes 20 bytes (some 26 with all around it), in buckets of
+There are several times as many of them as chunks, so each takes 23 bytes (some 29 with all around it), in buckets of
 a few dozen; a bucket more is made by splitting one, so that no call takes long (linear hashing). In a bucket the oldest
 is first. A chunk is known by 64 bits of its key and namespace: two that share them are taken for one, and a count of
 uses is wrong.
+
+`Refusals` are what was asked for and not done, by the store or by an engine: far fewer, and of no use to policies.
 """
 
 from __future__ import annotations
@@ -14,25 +16,41 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
+from collections import OrderedDict
 from typing import NamedTuple
 
 MAX_GHOSTS = 65_536
 """As many there are at most while there are few chunks."""
 
+MAX_REFUSALS = 16_384
+"""4 MB at most."""
+
 _MARK_BYTES = 8
-_FACTS = struct.Struct("<QHBB")  # when, hits, returns, why
+_FACTS = struct.Struct("<QHBBeB")  # when, hits, returns, why and cause, minutes unused, share of the room in use
 _MOST_HITS, _MOST_RETURNS = 0xFFFF, 0xFF
+_MOST_MINUTES, _MOST_FULL = 65_504.0, 0xFF
 _WHYS = ("evict", "rm", "corrupt", "expire", "bypass")
+CAUSES = ("", "policy", "quota", "unreachable", "not_admitted", "no_room")
+"""Of an eviction: whose doing it was. "unreachable": what the chunk was built on had gone before; "not_admitted": it was in
+RAM only, since admission kept it from NVMe; "no_room": nothing on NVMe was worth less than it."""
+_WHY_BITS = 4
 _BUCKET_SIZE = 48  # on average, at most
 
 
 class Ghost(NamedTuple):
-    """A chunk that went: when (nanoseconds since the epoch), why ("evict", "rm", "corrupt"), its hits and returns."""
+    """A chunk that went: when (nanoseconds since the epoch), why ("evict", "rm", "corrupt"), its hits and returns.
+
+    `cause` is one of `CAUSES`, `unused_min` for how many minutes it had not been used, `full` the per cent of the room (of
+    the tier it left, or of its namespace's quota) that were in use.
+    """
 
     gone_ns: int
     why: str
     hits: int
     returns: int = 0
+    cause: str = ""
+    unused_min: float = 0.0
+    full: int = 0
 
 
 class _Bucket:
@@ -61,11 +79,12 @@ class Ghosts:
     """The chunks that went last, by namespace directory and key.
 
     Attributes: limit: how many are kept. Above it the oldest of the bucket that grows makes room; while there is one
-    bucket that is the oldest of all.
+    bucket that is the oldest of all. forgotten_ns: everything that went after this is remembered, unless it came back.
     """
 
     def __init__(self, limit: int = MAX_GHOSTS) -> None:
         self.limit = limit
+        self.forgotten_ns = 0
         self._num_ghosts = 0
         self._buckets = [_Bucket()]
         self._mask = 0  # of the buckets of this round
@@ -81,15 +100,18 @@ class Ghosts:
         if place >= 0:
             bucket.delete(place)
             self._num_ghosts -= 1
-        gone_ns, why, hits, returns = ghost
+        gone_ns, why, hits, returns, cause, unused_min, full = ghost
         if hits > _MOST_HITS:
             hits = _MOST_HITS
         if returns > _MOST_RETURNS:
             returns = _MOST_RETURNS
         bucket.marks += mark
-        bucket.facts += _FACTS.pack(gone_ns, hits, returns, _WHYS.index(why))
+        reason = _WHYS.index(why) | CAUSES.index(cause) << _WHY_BITS
+        unused_min = min(max(unused_min, 0.0), _MOST_MINUTES)
+        bucket.facts += _FACTS.pack(gone_ns, hits, returns, reason, unused_min, min(full, _MOST_FULL))
         self._num_ghosts += 1
         while self._num_ghosts > self.limit and len(bucket.marks) > _MARK_BYTES:
+            self.forgotten_ns = max(self.forgotten_ns, _FACTS.unpack_from(bucket.facts)[0])
             bucket.delete(0)
             self._num_ghosts -= 1
         if self._num_ghosts > _BUCKET_SIZE * len(self._buckets):
@@ -138,8 +160,45 @@ class Ghosts:
 
 
 def _ghost(bucket: _Bucket, place: int) -> Ghost:
-    gone_ns, hits, returns, why = _FACTS.unpack_from(bucket.facts, place * _FACTS.size)
-    return Ghost(gone_ns, _WHYS[why], hits, returns)
+    gone_ns, hits, returns, reason, unused_min, full = _FACTS.unpack_from(bucket.facts, place * _FACTS.size)
+    cause = CAUSES[reason >> _WHY_BITS]
+    return Ghost(gone_ns, _WHYS[reason & ((1 << _WHY_BITS) - 1)], hits, returns, cause, unused_min, full)
+
+
+class Refusal(NamedTuple):
+    """What was not done with a chunk: when last (nanoseconds since the epoch), why, and how often since it is remembered.
+
+    Reasons: "pressure" (RAM was full of what may not go), "quota", "too_large", and "declined": an engine found it cheaper to
+    compute it than to load it.
+    """
+
+    last_ns: int
+    why: str
+    times: int
+
+
+class Refusals:
+    """The refusals of the last chunks that had any, `limit` at most. Attributes: forgotten_ns: see `Ghosts`."""
+
+    def __init__(self, limit: int = MAX_REFUSALS) -> None:
+        self._limit = limit
+        self._last: OrderedDict[tuple[str, bytes], Refusal] = OrderedDict()
+        self.forgotten_ns = 0
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def add(self, directory: str, key: bytes, now_ns: int, why: str) -> None:
+        """Remember one; the oldest make room."""
+        before = self._last.pop((directory, key), None)
+        times = before.times + 1 if before is not None and before.why == why else 1
+        self._last[directory, key] = Refusal(now_ns, why, times)
+        if len(self._last) > self._limit:
+            self.forgotten_ns = self._last.popitem(last=False)[1].last_ns
+
+    def get(self, directory: str, key: bytes) -> Refusal | None:
+        """What is remembered of a chunk."""
+        return self._last.get((directory, key))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -223,7 +223,7 @@ class Limits:
             victims.append(victim)
         for victim in victims:
             self._residency.counters.evictions_quota += 1
-            self._residency.discard(victim, "evict")
+            self._residency.discard(victim, "evict", "quota")
 
     def _in_order(self, table: ChunkTable) -> Iterator[Chunk]:
         """The chunks of a namespace that may go, those first that admission keeps from NVMe: nobody has used them twice."""

@@ -20,11 +20,12 @@ from kvfs.errors import ProtocolError
 
 VERSION = 4
 """2: a chunk may be published without checksums; `Arrived` names the chunks that are ahead. 3: `Matched` names tiers;
-`Prefetch` and `Cancel`. 4: several volumes."""
+`Prefetch` and `Cancel`. 4: several volumes; `Why`, `Declined`, `Listen`."""
 
 MAX_MESSAGE_BYTES = 160 * 1024
 MAX_BATCH = 4096
 MAX_VOLUMES = 16
+MAX_QUESTIONS = 1024
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -89,9 +90,13 @@ class OpenWindow(Request, frozen=True, tag="window"):
 
 
 class Match(Request, frozen=True, tag="match"):
-    """How long a prefix of `keys` is stored? What is found is leased until `Release` or the connection ends."""
+    """How long a prefix of `keys` is stored? What is found is leased until `Release` or the connection ends.
+
+    `is_again`: the same request of an engine was matched before; it is one request to whoever listens.
+    """
 
     keys: Keys
+    is_again: bool = False
 
 
 class Load(Request, frozen=True, tag="load"):
@@ -171,6 +176,29 @@ class Suspect(Request, frozen=True, tag="suspect"):
     """The client read wrong bytes: the daemon looks for itself and drops what is proven bad."""
 
     keys: Keys
+
+
+class Declined(Request, frozen=True, tag="declined"):
+    """The engine computes what it could load of `keys`: that is cheaper. Remembered for `Why`, bounded, and nothing else."""
+
+    keys: Keys
+
+
+class Why(Request, frozen=True, tag="why"):
+    """What is known of `keys` in the namespace `directory`? No `Hello` need come before it; nothing counts as a use.
+
+    At most `MAX_QUESTIONS` keys: what is known of one takes more room than the key.
+    """
+
+    version: int
+    directory: Annotated[str, msgspec.Meta(max_length=255)]
+    keys: Annotated[bytes, msgspec.Meta(max_length=16 * MAX_QUESTIONS)]
+
+
+class Listen(Request, frozen=True, tag="listen"):
+    """The requests of all engines since the last time; the first time begins it. No `Hello` need come before it."""
+
+    version: int
 
 
 # replies
@@ -260,6 +288,64 @@ class Published(Reply, frozen=True, tag="published"):
     statuses: tuple[StoreStatus, ...]
 
 
+class Known(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is known of one key. Times are nanoseconds since the epoch, 0 where there is none.
+
+    `tier` is not NONE for a stored chunk; then `since_ns` is when it was stored, `used_ns` its last use, and `missing` the
+    nearest key before it in its chain that is not stored, empty if all is there. Of one that is not stored, `since_ns` is when it
+    went, `why` and `cause` the reason (see `kvfs.ghosts.Ghost`), "" if nothing is remembered, `full` and `unused_s` the pressure.
+    `hits` are the loads so far. `refusal` is why something was last not done with it, at `refused_ns`, so many `times`.
+    """
+
+    tier: Tier
+    position: int = 0
+    since_ns: int = 0
+    used_ns: int = 0
+    hits: int = 0
+    missing: bytes = b""
+    why: str = ""
+    cause: str = ""
+    full: int = 0
+    unused_s: float = 0.0
+    refusal: str = ""
+    refused_ns: int = 0
+    times: int = 0
+
+
+class Explained(Reply, frozen=True, tag="explained"):
+    """Answer to `Why`: one fact for each key, and since when what is remembered is whole.
+
+    `started_ns` is when the daemon started: what went before that is not remembered. `is_namespace` says whether the
+    namespace is there; `policy` is the one that evicts.
+    """
+
+    facts: tuple[Known, ...]
+    started_ns: int
+    whole_since_ns: int
+    refusals_since_ns: int
+    policy: str
+    is_namespace: bool
+
+
+class Heard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One prefix that the engine of a `session` asked for, in the namespace `directory`, and how much of it was stored."""
+
+    time_ns: int
+    session: int
+    directory: str
+    tokens_per_chunk: int
+    num_found: int
+    keys: Keys
+
+
+class Overheard(Reply, frozen=True, tag="overheard"):
+    """Answer to `Listen`: the requests in order. `num_lost` came too fast for whoever listens, or did not fit."""
+
+    requests: tuple[Heard, ...]
+    num_lost: int
+    is_more: bool
+
+
 class Done(Reply, frozen=True, tag="done"):
     """Answer to requests that have nothing to tell."""
 
@@ -270,8 +356,23 @@ class Failure(Reply, frozen=True, tag="failure"):
     message: str
 
 
-AnyRequest = Hello | OpenWindow | Match | Load | Prefetch | Cancel | Release | Store | Publish | Abort | Suspect
-AnyReply = Welcome | Window | Matched | Loaded | Arrived | Slots | Published | Done | Failure
+AnyRequest = (
+    Hello
+    | OpenWindow
+    | Match
+    | Load
+    | Prefetch
+    | Cancel
+    | Release
+    | Store
+    | Publish
+    | Abort
+    | Suspect
+    | Declined
+    | Why
+    | Listen
+)
+AnyReply = Welcome | Window | Matched | Loaded | Arrived | Slots | Published | Explained | Overheard | Done | Failure
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(AnyRequest)

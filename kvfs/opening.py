@@ -318,12 +318,6 @@ async def open_store(
                     store.settle_taken_over = takeover.settle
                     nursery.start_soon(takeover.run)
                     is_taking_over = True
-                elif place is not None:
-                    is_never = os.geteuid() == 0 and settings.huge_pages == "never"
-                    why = "huge_pages is never" if is_never else "only root can keep it"
-                    log.info(
-                        "the RAM tier is a sealed memfd: it ends with this daemon, no other can take it over (%s)", why
-                    )
                 yield store
             finally:
                 with trio.CancelScope(shield=True):

@@ -27,7 +27,7 @@ import trio
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.copied_in import CopiedIn
 from kvfs.errors import UnavailableError
-from kvfs.ghosts import MAX_GHOSTS, Ghost, Ghosts
+from kvfs.ghosts import MAX_GHOSTS, Ghost, Ghosts, Refusals
 from kvfs.metrics import Counters, EventLog
 from kvfs.pins import Pins
 from kvfs.policies import Holding, Policy
@@ -44,6 +44,7 @@ NameObserver = Callable[[ChunkTable, Renamed[Chunk]], None]
 GHOSTS_A_CHUNK = 4
 """With fewer, what was used before is taken for new: 1 and 0 make a hit ratio of .155 one of .133 and .084."""
 BYPASSED = "bypass"
+_MINUTE_NS = 60 * 10**9
 _ASKED_FOR_AGAIN = ("evict", BYPASSED)
 
 
@@ -53,7 +54,7 @@ class Residency:
     Attributes:
         catalog, ram, nvme (None for a RAM cache), counters, events.
         pins: what must stay in the lowest tier; copied_in: what goes in an order of its own.
-        ghosts: what is remembered of chunks that went.
+        ghosts: what is remembered of chunks that went; refusals: of what was not done with some.
         num_leases: holds on all chunks together.
         kept_back_bytes: of chunks that admission keeps from NVMe; on_held: told of one that must not be evicted any more.
         over_quota: namespaces that have to let go of something as soon as they can: of these `on_last_lease` is told when
@@ -76,6 +77,7 @@ class Residency:
         self.counters = counters
         self.events = events
         self.ghosts = Ghosts()
+        self.refusals = Refusals()
         self.pins = Pins(self._held_changed)
         self.copied_in = CopiedIn(system.monotonic)
         self._longest_in_ram: int | None = None  # see `_longest_gap`; None: not known
@@ -167,10 +169,15 @@ class Residency:
             for observer in self.name_observers:
                 observer(table, renamed)
 
-    def discard(self, chunk: Chunk, why: str) -> None:
-        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable."""
+    def discard(self, chunk: Chunk, why: str, cause: str = "") -> None:
+        """Take a chunk out of sight and out of every tier; nothing waits, `settle` makes it durable.
+
+        `why` and `cause` are remembered, see `Ghost`.
+        """
         if chunk.is_removed:
             return
+        if chunk.position and chunk.parent not in chunk.table.chunks and cause:
+            cause = "unreachable"
         if chunk.position == 0 or chunk.parent in chunk.table.chunks:
             self._demote_descendants(chunk)  # else that was done when its parent went
         stripe = self.nvme.of(chunk) if self.nvme is not None else None
@@ -183,18 +190,30 @@ class Residency:
         self.copied_in.removed(chunk)
         if self.pins.removed(chunk) and stripe is not None:
             stripe.pin(chunk, None)
-        self._remember(chunk, why)
+        self._remember(chunk, why, cause)
         self.events.append(why, namespace=chunk.table.directory, key=chunk.key.hex())
         self.tell("removed", chunk, directory)
         if not chunk.leases:
             self._give_back(chunk)
 
-    def _remember(self, chunk: Chunk, why: str) -> None:
+    def _remember(self, chunk: Chunk, why: str, cause: str = "") -> None:
         self.ghosts.limit = max(
             MAX_GHOSTS, GHOSTS_A_CHUNK * (len(self.ram.policy) if self.nvme is None else self.nvme.num_chunks)
         )
-        ghost = Ghost(self._system.time_ns(), why, chunk.hits, chunk.returns)
+        now_ns = self._system.time_ns()
+        full = self._full(chunk, cause) if cause else 0
+        ghost = Ghost(now_ns, why, chunk.hits, chunk.returns, cause, (now_ns - chunk.last_used_ns) / _MINUTE_NS, full)
         self.ghosts.add(chunk.table.directory, chunk.key, ghost)
+
+    def _full(self, chunk: Chunk, cause: str) -> int:
+        """The per cent in use of what a chunk had to leave, before it did."""
+        if cause == "quota":
+            used, whole = chunk.table.stored_bytes + chunk.table.reserved_bytes + chunk.length, chunk.table.quota_bytes
+        else:
+            is_in_ram = cause == "not_admitted"
+            extents = self.ram.extents if is_in_ram or self.nvme is None else self.nvme.of(chunk).tier.extents
+            used, whole = extents.used_bytes, extents.capacity
+        return 100 * used // whole if whole else 100
 
     def recall(self, chunk: Chunk) -> str | None:
         """A chunk is about to be stored: it goes on with the uses it had when it went. Returns why it went, if it did."""
@@ -359,7 +378,7 @@ class Residency:
     def _evict_from_ram(self, chunk: Chunk) -> None:
         self.counters.evictions_ram += 1
         if chunk.nvme == NOWHERE:
-            self.discard(chunk, "evict")
+            self.discard(chunk, "evict", "policy" if self.nvme is None else "not_admitted")
         else:
             self.ram.drop(chunk)
 
@@ -445,7 +464,7 @@ class Residency:
     def _lost_room(self, chunk: Chunk) -> None:
         """A dirty chunk is less worthy than all that is on the volume, and it is not held."""
         self.counters.evictions_nvme += 1
-        self.discard(chunk, "evict")
+        self.discard(chunk, "evict", "no_room")
 
     def _evict_from_nvme(self, victims: list[Chunk], wanted: int) -> None:
         """Evict what makes room for `wanted` bytes and some more, but copied chunks only as far as need be."""
@@ -455,7 +474,7 @@ class Residency:
                 return
             freed += victim.length
             self.counters.evictions_nvme += 1
-            self.discard(victim, "evict")
+            self.discard(victim, "evict", "policy")
 
 
 def _built_on(policies: Sequence[Policy[Chunk]], chunks: Collection[Chunk]) -> None:

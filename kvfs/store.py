@@ -23,10 +23,11 @@ from kvfs.cold_reads import ColdReads
 from kvfs.config import Settings, VolumeSetting
 from kvfs.documents import Document
 from kvfs.errors import CorruptChunk, UnavailableError, UsageError
+from kvfs.explaining import explain
 from kvfs.intake import Handed, Reservation
 from kvfs.keys import Key
 from kvfs.limits import Limits
-from kvfs.messages import NewChunk, StoreStatus, Tier
+from kvfs.messages import Explained, NewChunk, StoreStatus, Tier
 from kvfs.metrics import Counters, render
 from kvfs.namespace import Namespace
 from kvfs.prefetch import Order, Prefetcher
@@ -77,6 +78,7 @@ class Store:
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self.settle_taken_over: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._used: set[Chunk] = set()
+        self._started_ns = system.time_ns()
         self._promoter: Promoter | None = None
         self._prefetcher: Prefetcher | None = None
         self._writer: WriteBehind | None = None
@@ -334,6 +336,16 @@ class Store:
         await self._residency.settle_and_erase(chunks)
 
     # looking
+
+    def why(self, id_: int, directory: str, keys: Sequence[Key]) -> Explained:
+        """What is known of keys; the reply to `messages.Why`."""
+        return explain(id_, self._residency, directory, keys, self._started_ns, self.settings.policy)
+
+    def declined(self, table: ChunkTable, keys: Sequence[Key]) -> None:
+        """An engine computes what it could load of these."""
+        now_ns = self.system.time_ns()
+        for key in keys:
+            self._residency.refusals.add(table.directory, key, now_ns, "declined")
 
     def capacity(self) -> Capacity:
         """True size and use, as `df` shows them: of NVMe, or of RAM where there is no NVMe."""

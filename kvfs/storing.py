@@ -82,13 +82,16 @@ class Storing:
         if parent is None and (table, new.parent) in self._bypassed:
             self._bypass(table, key, new)
             return StoreStatus.REFUSED
-        fits = self._fits(geo) and self._limits.make_room(table, geo.file_bytes, parent)
-        offset = self._residency.reserve_ram(geo.file_bytes, parent) if fits else None
+        why = None if self._fits(geo) else "too_large"
+        if why is None and not self._limits.make_room(table, geo.file_bytes, parent):
+            why = "quota"
+        offset = self._residency.reserve_ram(geo.file_bytes, parent) if why is None else None
         if offset is None:
-            if fits and self._writer is None:
+            if why is None and self._writer is None:
                 self._bypass(table, key, new)
             else:
                 self._counters.stores_refused += 1
+                self._residency.refusals.add(table.directory, key, self._system.time_ns(), why or "pressure")
             return StoreStatus.REFUSED
         if self._bypassed:
             self._bypassed.pop((table, key), None)

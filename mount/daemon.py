@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import os
 import resource
 import signal
 import sys
@@ -114,6 +115,12 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
                 # Not before the first answer: the kernel's handshake sets the read-ahead anew.
                 await trio.to_thread.run_sync(mountpoint.raise_read_ahead, path)
                 logger.info("mounted on %s", path)
+                if store.arena.kept is None:
+                    is_never = os.geteuid() == 0 and settings.huge_pages == "never"
+                    logger.info(
+                        "the RAM tier is a sealed memfd: it ends with this daemon, no other can take it over (%s)",
+                        "huge_pages is never" if is_never else "only root can keep it",
+                    )
                 ready()
                 await is_over.wait()
                 logger.info("stopping")

@@ -29,6 +29,7 @@ from kvfs.intake import Handed
 from kvfs.keys import Key, split
 from kvfs.mount.arrivals import Watch
 from kvfs.mount.handover import Handover, InArena, ThroughWindow
+from kvfs.mount.listening import Ear, Listeners
 from kvfs.prefetch import Order
 from kvfs.promotion import Promotion
 from kvfs.store import Store
@@ -47,6 +48,7 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONN
 _ACCEPT_AGAIN_S = 0.1
 _TURN_S = 0.0005  # after which others go on. While threads take checksums each turn given away costs up to 0.2 ms
 _leases = itertools.count(1)
+_sessions = itertools.count(1)
 _RAM, _NVME = int(m.Tier.RAM), int(m.Tier.NVME)
 
 
@@ -56,6 +58,7 @@ class Sessions:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.num_open = 0
+        self._listeners = Listeners()
 
     async def serve(
         self, listener: socket.socket, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
@@ -93,7 +96,7 @@ class Sessions:
         pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         is_trusted = self._store.settings.access == "trusted" and uid == os.geteuid()
         handover = InArena(self._store, pid) if is_trusted else ThroughWindow(self._store)
-        session = Session(self._store, connection, handover)
+        session = Session(self._store, connection, handover, self._listeners)
         log.debug("session of process %d (uid %d) opened", pid, uid)
         try:
             await session.run()
@@ -131,13 +134,18 @@ async def serve_sessions(
 class Session:
     """One client: what it holds, and the answers to its requests."""
 
-    def __init__(self, store: Store, connection: trio.socket.SocketType, handover: Handover) -> None:
+    def __init__(
+        self, store: Store, connection: trio.socket.SocketType, handover: Handover, listeners: Listeners
+    ) -> None:
         self._store = store
         self._connection = connection
         self._table: ChunkTable | None = None
         self._leases: dict[int, list[Chunk]] = {}
         self._prefetches: dict[int, Order] = {}
         self._handover = handover
+        self._listeners = listeners
+        self._ear: Ear | None = None
+        self._number = next(_sessions)
         self._sending = trio.Lock()
         self._waiting = trio.Semaphore(_MAX_WAITING)
         self._published = trio.Event()  # whether the latest publish, and so each before it, is visible
@@ -160,6 +168,8 @@ class Session:
     def close(self) -> None:
         """End all leases, and the use of the namespace. What was reserved is the handover's."""
         self._tell_arrived()
+        if self._ear is not None:
+            self._listeners.remove(self._ear)
         if self._table is not None:
             self._table.num_sessions -= 1
         for chunks in self._leases.values():
@@ -223,6 +233,14 @@ class Session:
                 await self._reserve(request)
             case m.Publish():
                 await self._publish(request)
+            case m.Declined():
+                self._store.declined(self._attached, split(request.keys))
+                await self._send(m.Done(request.id))
+            case m.Why():
+                _check_version(request.version)
+                await self._send(self._store.why(request.id, request.directory, split(request.keys)))
+            case m.Listen():
+                await self._listen(request)
             case m.Abort():
                 for key in split(request.keys):
                     self._handover.abort(key)
@@ -252,8 +270,7 @@ class Session:
     # requests
 
     async def _hello(self, request: m.Hello) -> None:
-        if request.version != m.VERSION:
-            raise ProtocolError(f"this daemon speaks session protocol {m.VERSION}, the client {request.version}")
+        _check_version(request.version)
         if self._table is not None:
             raise ProtocolError("hello was said already")
         self._table = self._store.attach(namespaces.decode(request.namespace))
@@ -271,6 +288,17 @@ class Session:
         chunks = self._store.match(self._attached, split(request.keys))
         tiers = bytes([_RAM if chunk.ram != NOWHERE else _NVME for chunk in chunks])  # each is in one of them
         await self._send(m.Matched(request.id, len(chunks), self._hold(chunks), tiers))
+        if self._listeners and not request.is_again:
+            now_ns = self._store.system.time_ns()
+            self._listeners.heard(now_ns, self._number, self._attached, request.keys, len(chunks))
+
+    async def _listen(self, request: m.Listen) -> None:
+        _check_version(request.version)
+        if self._ear is None:
+            self._ear = self._listeners.add()
+            if self._ear is None:
+                raise UnavailableError("others are listening already, as many as may")
+        await self._send(m.Overheard(request.id, *self._ear.take()))
 
     def _prefetch(self, request: m.Prefetch) -> None:
         found = map(self._attached.chunks.get, split(request.keys))
@@ -411,6 +439,11 @@ class Session:
     def _tell_arrived(self) -> None:
         arrived, self._arrived = self._arrived, []
         self._store.stored(arrived)
+
+
+def _check_version(version: int) -> None:
+    if version != m.VERSION:
+        raise ProtocolError(f"this daemon speaks session protocol {m.VERSION}, the client {version}")
 
 
 def _placement(

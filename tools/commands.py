@@ -82,6 +82,7 @@ COMMANDS = {
     "ls": ("ls", "list_cache", "EXAMPLES"),
     "tree": ("tree", "tree", "EXAMPLES"),
     "stat": ("stat", "stat", "EXAMPLES"),
+    "why": ("why", "why", "EXAMPLES"),
     "rm": ("rm", "remove", "EXAMPLES"),
     "pin": ("pin", "pin", "PIN_EXAMPLES"),
     "unpin": ("pin", "unpin", "UNPIN_EXAMPLES"),
@@ -95,6 +96,7 @@ COMMANDS = {
     "export": ("export", "export", "EXAMPLES"),
     "import": ("import_", "import_", "EXAMPLES"),
     "simulate": ("simulate.command", "simulate", "EXAMPLES"),
+    "record": ("record", "record", "EXAMPLES"),
     "bench": ("bench.command", "bench", "EXAMPLES"),
 }
 _BELOW = {"bench": {"vllm": ("bench_vllm.command", "bench_vllm", "EXAMPLES")}}

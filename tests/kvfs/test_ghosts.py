@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 
-from kvfs.ghosts import Ghost, Ghosts
+from kvfs.ghosts import Ghost, Ghosts, Refusal, Refusals
 
 
 @pytest.mark.parametrize("limit", [1, 7, 48])
@@ -57,3 +57,28 @@ def test_above_the_limit_old_ghosts_make_room_for_new_ones() -> None:
     known = [number for number, key in enumerate(keys) if ghosts.get("ns", key)]
     assert min(known) > 20_000, "one was kept far too long"
     assert sum(number >= 32_000 for number in known) > 7_500, "too many new ones went"
+
+
+def test_what_is_forgotten_says_since_when_the_rest_is_whole() -> None:
+    """Cause and pressure come back as they were, nearly; out of bounds they are cut."""
+    ghosts = Ghosts(limit=3)
+    for number in range(5):
+        assert ghosts.forgotten_ns == (number > 3)
+        ghosts.add("ns", bytes([number]) * 16, Ghost(number + 1, "evict", 2, 1, "quota", 12.5, 99))
+    assert ghosts.forgotten_ns == 2
+    assert ghosts.get("ns", bytes([4]) * 16) == Ghost(5, "evict", 2, 1, "quota", 12.5, 99)
+    ghosts.add("ns", b"x" * 16, Ghost(9, "bypass", 0, 0, "no_room", 1e9, 1000))
+    assert ghosts.get("ns", b"x" * 16) == Ghost(9, "bypass", 0, 0, "no_room", 65_504.0, 255)
+
+
+def test_refusals_are_counted_and_the_oldest_go() -> None:
+    refusals = Refusals(limit=2)
+    for time_ns, key, why in [(1, b"a", "quota"), (2, b"b", "pressure"), (3, b"a", "quota"), (4, b"a", "declined")]:
+        refusals.add("ns", key, time_ns, why)
+    assert refusals.get("ns", b"a") == Refusal(4, "declined", 1)
+    refusals.add("ns", b"a", 5, "declined")
+    assert refusals.get("ns", b"a") == Refusal(5, "declined", 2)
+    assert refusals.forgotten_ns == 0
+    refusals.add("ns", b"c", 6, "quota")
+    assert (refusals.get("ns", b"b"), refusals.forgotten_ns, len(refusals)) == (None, 2, 2)
+    assert refusals.get("other", b"a") is None

@@ -14,15 +14,16 @@ from kvfs.errors import ProtocolError
 
 KEY, CHAIN = bytes(range(16)), bytes(range(32))
 REQUESTS: list[m.AnyRequest] = [
-    m.Hello(1, m.VERSION, b"{}", "engine"), m.OpenWindow(2, 64 << 20), m.Match(3, KEY * 3), m.Load(4, KEY, 1000, True),
+    m.Hello(1, m.VERSION, b"{}", "engine"), m.OpenWindow(2, 64 << 20), m.Match(3, KEY * 3, True), m.Load(4, KEY, 1000, True),
     m.Release(5, 7), m.Store(6, (m.NewChunk(CHAIN, KEY, 0, 256),)), m.Publish(7, (m.Finished(KEY, bytes(240)),)),
-    m.Abort(8, KEY), m.Suspect(9, KEY), m.Prefetch(10, KEY, 50, 60_000), m.Cancel(11, 10),
+    m.Abort(8, KEY), m.Suspect(9, KEY), m.Prefetch(10, KEY, 50, 60_000), m.Cancel(11, 10), m.Declined(12, KEY), m.Why(13, m.VERSION, "ns", KEY * 2), m.Listen(14, m.VERSION),
 ]  # fmt: skip
 REPLIES: list[m.AnyReply] = [
     m.Welcome(1, m.VERSION, "ns", 1 << 32, 1 << 26, 2, False), m.Window(2, 4096), m.Matched(3, 2, 9, bytes([1, 2])),
     m.Loaded(4, (m.Placement(m.Tier.RAM, m.Tier.NVME, 4096, 8192, 3),), 9, 30), m.Arrived(4, 30, (1, 5), ((2, 31),)),
     m.Slots(5, (m.Slot(m.StoreStatus.REFUSED, 0),)), m.Published(6, (m.StoreStatus.BAD,)), m.Done(7),
-    m.Failure(0, "no"),
+    m.Failure(0, "no"), m.Overheard(8, (m.Heard(9**19, 3, "ns", 256, 1, KEY * 2),), 2, True),
+    m.Explained(9, (m.Known(m.Tier.NONE, 0, 5, 0, 3, b"", "evict", "policy", 99, 61.5, "quota", 6, 2),), 1, 2, 3, "lru", True),
 ]  # fmt: skip
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary() | st.floats(),
@@ -48,7 +49,7 @@ def test_every_message_is_tried() -> None:
 def test_golden_packet() -> None:
     """The wire form: a msgpack array that begins with the tag and the id."""
     assert m.VERSION == 4
-    assert m.encode(m.Match(3, b"k" * 16)).hex() == "93a56d6174636803c410" + (b"k" * 16).hex()
+    assert m.encode(m.Match(3, b"k" * 16)).hex() == "94a56d6174636803c410" + (b"k" * 16).hex() + "c2"
     assert m.encode(m.Load(4, b"", 1000, True)).hex() == "95a46c6f616404c400cd03e8c3"
 
 

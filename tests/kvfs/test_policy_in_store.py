@@ -188,7 +188,8 @@ async def test_what_was_learned_is_there_after_a_restart(damage: bytes | None, t
     def orders(store: Store) -> list[Learned[Chunk]]:
         residency = store._residency
         assert residency.nvme is not None
-        found = [residency.ram.policy._order, residency.nvme.policy._order]
+        (stripe,) = residency.nvme
+        found = [residency.ram.policy._order, stripe.tier.policy._order]
         assert all(isinstance(order, Learned) for order in found)
         return found  # type: ignore[return-value]
 

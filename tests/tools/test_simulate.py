@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def test_a_mooncake_trace(is_gzipped: bool, tmp_path: Path) -> None:
     assert trace.positions == [0, 1, 2, 1, 0]
     assert trace.tokens == [512, 512, 76, 512, 512]
     assert (trace.num_chunks, trace.num_references, trace.seconds) == (5, 6, 2.5)
+    assert trace.num_out_of_order == 1
 
 
 def test_equal_blocks_after_different_beginnings_are_different_chunks(tmp_path: Path) -> None:
@@ -137,6 +139,9 @@ def test_two_files_share_a_cache_but_no_prefix(tmp_path: Path) -> None:
     assert sum(play(trace, "lru", 10).ram) == 0
 
 
+ONE = b'{"timestamp": 0, "input_length": 512, "hash_ids": [1]}\n'
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -147,12 +152,23 @@ def test_two_files_share_a_cache_but_no_prefix(tmp_path: Path) -> None:
         (b'{"timestamp": 0, "input_length": 512, "hash_ids": ["x"]}\n', "no list of whole numbers"),
         (b'{"timestamp": -1, "input_length": 512, "hash_ids": [1]}\n', "no timestamp"),
         (b'{"timestamp": 0, "input_length": 99999, "hash_ids": [1]}\n', "no usual size"),
-        (b'{"block_size": 64, "requests": 5}\n', "no list of requests"),
+        (b'{"block_size": 64, "requests": 5}\n', "line 1 of .* no list of requests"),
         (b'{"block_size": 64, "requests": [{"t": 0, "hash_ids": [1]}]}\n', "no in, or one"),
-        (b'{"block_size": 0, "requests": []}\n', "blocks of .* have 0 tokens"),
+        (b'{"block_size": 0, "requests": []}\n', "line 1 of .* blocks of 0 tokens"),
         (b'{"block_size": 96, "requests": [{"t": 0, "in": 96, "hash_ids": [1]}]}\n{"block_size": 32, "requests": []}', "different"),
         (gzip.compress(b'{"timestamp": 0, "input_length": 512, "hash_ids": [1]}\n' * 999)[:-20], "cannot read"),
         (b'{"timestamp": 0, "input_length": 0, "hash_ids": []}\n', "no usual size|no request"),
+        (ONE + b'{"timestamp": 0, "input_length": 512, "output_length": -1, "hash_ids": [1]}\n', "line 2 of .* no output_length"),
+        (ONE + b'{"timestamp": NaN, "input_length": 512, "hash_ids": [1]}\n', "line 2 of .* no timestamp"),
+        (ONE + b'{"timestamp": 0, "input_length": 1e300, "hash_ids": [1]}\n', "line 2 of .* no input_length"),
+        (ONE + b'{"timestamp": 0, "input_length": 512, "hash_ids": [true]}\n', "line 2 of .* no list of whole numbers"),
+        (ONE * 300 + b'{"timestamp": 0, "input_length": 9, "hash_ids": [1, 2]}\n', "line 301 of .* does not fit"),
+        (ONE + b'{"timestamp": 0, "input_length": 512, "hash_ids": [' + b"1," * (1 << 20) + b"1]}", "line 2 of .* 1,048,577 hash_ids"),
+        (ONE + b"[" + b"1," * (17 << 20) + b"1]", "line 2 of .* is longer than 32 MiB"),
+        (gzip.compress(ONE + b" " * (40 << 20)), "line 2 of .* is longer than 32 MiB"),
+        (b'{"block_size": 1e9, "requests": []}\n', "blocks of 1000000000 tokens"),
+        (b'{"block_size": 64, "requests": ' + b'[{"t": 0, "requests": ' * 40 + b"[]" + b"}]" * 40 + b"}", "line 1 of .* more than 32 deep"),
+        (b'{"block_size": 64, "requests": [5]}', "line 1 of .* a request that is no JSON object"),
     ],
 )  # fmt: skip
 def test_what_is_no_trace_is_told_in_one_sentence(text: bytes, said: str, tmp_path: Path) -> None:
@@ -368,6 +384,50 @@ def test_the_command_compares_policies(mooncake: Path) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["lru", "opt"]
 
 
+def test_pictures(mooncake: Path, tmp_path: Path) -> None:
+    """All of them, of all policies; they say where they are."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install kvfs[plots]")
+    done = kvfs("simulate", mooncake, "--ram", "5%", "--policy", "lru,opt", "--plot", tmp_path / "new" / "pictures")
+    assert done.returncode == 0, done.stderr
+    names = {
+        "hit-rate-over-time", "hits-of-requests", "where-hits-end", "chunk-reuse", "request-length", "reuse-distance",
+        "capacity",
+    }  # fmt: skip
+    pictures = [*(tmp_path / "new" / "pictures").iterdir()]
+    assert {path.name for path in pictures} == {f"{name}.png" for name in names}
+    for path in pictures:
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert str(path) in done.stderr
+    done = kvfs("simulate", mooncake, "--ram", "5%", "--policy", "lru", "--plot", mooncake)
+    assert done.returncode == 2
+    assert "cannot write to" in done.stderr
+
+
+def test_distances_between_uses() -> None:
+    """By counting the different chunks between, one by one."""
+    plot = pytest.importorskip("kvfs.tools.simulate.plot", reason="needs matplotlib", exc_type=UsageError)
+    trace = chats(9, 60)
+    flat = [chunk for request in trace.requests for chunk in request.chunks]
+    distances = []
+    for place, chunk in enumerate(flat):
+        before = next((other for other in range(place - 1, -1, -1) if flat[other] == chunk), None)
+        if before is not None:
+            distances.append(len(set(flat[before + 1 : place])))
+    for most, number in plot._cumulated_distances(trace):
+        assert number == sum(distance < most for distance in distances)
+
+
+def test_without_matplotlib_plot_says_what_to_install(mooncake: Path, tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('no')")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvfs.tools.cli", "simulate", mooncake, "--ram", "5%", "--plot", tmp_path / "x"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kvfs: --plot draws with matplotlib: pip install 'kvfs[plots]', or pip install matplotlib\n"
+    assert not (tmp_path / "x").exists()
+
+
 def test_help_teaches_by_example() -> None:
     done = kvfs("simulate", "--help")
     assert done.returncode == 0
@@ -382,7 +442,14 @@ def test_help_teaches_by_example() -> None:
         (["--ram", "5%", "--policy", "lruu"], "there is no policy 'lruu'"),
         (["--ram", "5"], "--ram is 5 B: it holds at least a chunk"),
         (["--ram", "200%"], "200% is no share of a trace"),
-        (["--ram", "5%", "--prefill-rate", "0"], "rates and sizes are above 0"),
+        (["--ram", "5%", "--policy", "lruu"], "lfu-ttl, cost, fifo, opt, or package.module:Class"),
+        (["--ram", "5%", "--policy", " , "], "--policy names none: it is one or more"),
+        (["--ram", "5%", "--prefill-rate", "0"], "--prefill-rate is a number of tokens above 0"),
+        (["--ram", "5%", "--prefill-rate", "nan"], "--prefill-rate is a number of tokens above 0"),
+        (["--ram", "5%", "--prefill-rate", "inf"], "--prefill-rate is a number of tokens above 0"),
+        (["--ram", "5%", "--bytes-per-token", "0"], "--bytes-per-token is between 1 and"),
+        (["--ram", "5%", "--bytes-per-token", "99999999999999999999"], "--bytes-per-token is between 1 and"),
+        (["--ram", "5%", "--tokens-per-chunk", "0"], "--tokens-per-chunk is between 1 and"),
         (["--ram", "5%", "--session-gap", "5"], "--session-gap: '5' is not a duration"),
         (["--ram", "5%", "--tokens-per-chunk", "700"], "is no multiple of the blocks"),
     ],
@@ -393,6 +460,59 @@ def test_mistakes_are_told_in_one_sentence(arguments: list[str], said: str, moon
     assert done.stdout == ""
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+CARELESS = """
+from kvfs.policies.lru import LeafFirstLRU
+
+
+class Foreign(LeafFirstLRU):
+    def __init__(self, clock):
+        super().__init__()
+
+    def victims(self, may_go):
+        return iter([object()])
+
+
+class Gone(Foreign):
+    def victims(self, may_go):
+        self.seen = getattr(self, "seen", None) or [*super(Foreign, self).victims(may_go)]
+        return iter(self.seen)
+
+
+class Raises(Foreign):
+    def touch(self, prefix):
+        raise ZeroDivisionError("oh")
+"""
+
+
+@pytest.mark.parametrize("name", ["Foreign", "Gone", "Raises"])
+def test_a_careless_policy_ends_with_one_sentence(name: str, mooncake: Path, tmp_path: Path) -> None:
+    (tmp_path / "careless.py").write_text(CARELESS)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "kvfs.tools.cli", "simulate", mooncake, "--ram", "5%"]
+    done = subprocess.run(
+        [*command, "--policy", f"lru,careless:{name}"], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert re.fullmatch(rf"kvfs: policy 'careless:{name}' failed at request [\d,]+: \w+: .*\n", done.stderr)
+
+
+def test_ctrl_c_while_reading_is_one_sentence(tmp_path: Path) -> None:
+    """The trace is a pipe in which nothing comes."""
+    fifo = tmp_path / "trace"
+    os.mkfifo(fifo)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvfs.tools.cli", "simulate", fifo, "--ram", "5%"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with fifo.open("wb") as pipe:  # which waits until the command has opened it
+        pipe.flush()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert err == "kvfs: interrupted before a request was played: there is nothing to show\n"
 
 
 SLOW = """
