@@ -95,7 +95,13 @@ COMMANDS = {
     "simulate": ("simulate.command", "simulate", "EXAMPLES"),
     "bench": ("bench.command", "bench", "EXAMPLES"),
 }
-_BELOW = {"bench": {"vllm": ("bench_vllm.command", "bench_vllm", "EXAMPLES")}}
+_BELOW = {
+    "bench": {
+        "vllm": ("bench_vllm.command", "bench_vllm", "EXAMPLES"),
+        "peers": ("bench_peers.command", "bench_peers", "EXAMPLES"),
+        "million": ("bench.million", "bench_million", "EXAMPLES"),
+    }
+}
 """Commands of two words, by the first, which is a command as well."""
 
 
