@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest -q
 
-.PHONY: help setup demo demo-vllm test test-heavy test-device test-vllm check lint format bench bench-vllm torture soak clean
+.PHONY: help setup demo demo-vllm test test-heavy test-device test-vllm check lint format bench bench-vllm bench-peers torture soak clean
 
 help:
 	@echo 'make demo    run a prompt cold, warm, after a restart and after its eviction, on a real mount'
@@ -16,6 +16,7 @@ help:
 	@echo 'make format  bring the sources into the form that `make check` asks for'
 	@echo 'make bench   what each path reaches, beside the limit of the hardware, some minutes'
 	@echo 'make bench-vllm  a real vLLM with kvfs beside vLLM alone, shared system prompts, tens of minutes (FLAGS=…)'
+	@echo 'make bench-peers  LMCache in an environment of its own beside kvfs, in turns (1.2 GB to set up the first time)'
 	@echo 'make torture kill -9 of a loaded daemon, KVFS_KILLS times; a power loss at every step, KVFS_TORN times'
 	@echo 'make soak    all the long tests: that, and the store against its model for much longer'
 	@echo 'make clean   remove .venv and what was built'
@@ -65,6 +66,10 @@ bench-vllm: setup
 	@$(PYTHON) -c 'from kvfs.tools.demo import model; model.prepare(print)'
 	tools/bootstrap_vllm.sh
 	.venv/bin/kvfs bench vllm --plot bench-vllm.png $(FLAGS)
+
+bench-peers: setup
+	tools/bootstrap_lmcache.sh
+	.venv/bin/kvfs bench peers $(FLAGS)
 
 torture: setup
 	$(PYTEST) -m slow -s tests/faults/test_kill_loop.py tests/faults/test_crash_points.py

@@ -99,7 +99,13 @@ COMMANDS = {
     "record": ("record", "record", "EXAMPLES"),
     "bench": ("bench.command", "bench", "EXAMPLES"),
 }
-_BELOW = {"bench": {"vllm": ("bench_vllm.command", "bench_vllm", "EXAMPLES")}}
+_BELOW = {
+    "bench": {
+        "vllm": ("bench_vllm.command", "bench_vllm", "EXAMPLES"),
+        "peers": ("bench_peers.command", "bench_peers", "EXAMPLES"),
+        "million": ("bench.million", "bench_million", "EXAMPLES"),
+    }
+}
 """Commands of two words, by the first, which is a command as well."""
 
 

@@ -32,18 +32,18 @@ def crowd(directory: Path, progress: Callable[[str], None]) -> Iterator[Row]:
     with rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
         rig.store(client, rig.Prompt.random(namespace, _CHUNKS_A_PROMPT, 0), source)
         daemon.wait_until_clean()
-        before = _anonymous_bytes(daemon.pid)
+        before = anonymous_bytes(daemon.pid)
         for number in range(NUM_CHUNKS // _CHUNKS_A_PROMPT):
             progress(f"a crowd: {number * _CHUNKS_A_PROMPT:,} of {NUM_CHUNKS:,} chunks")
             rig.store(client, rig.Prompt.random(namespace, _CHUNKS_A_PROMPT, 1 + number), source)
         daemon.wait_until_clean()
-        grown = (_anonymous_bytes(daemon.pid) - before) / NUM_CHUNKS
-        took_ms = _list(Path(daemon.mount, namespace.directory, "chunks")) * 1e3
+        grown = (anonymous_bytes(daemon.pid) - before) / NUM_CHUNKS
+        took_ms = list_all(Path(daemon.mount, namespace.directory, "chunks"), NUM_CHUNKS) * 1e3
     yield Row("list_100k_chunks", 0, "bar", _LIST_BAR_MS, round(took_ms / _LIST_BAR_MS, 3), ms=round(took_ms, 1))
     yield Row("memory_a_chunk", 0, "bar", _MEMORY_BAR_BYTES, round(grown / _MEMORY_BAR_BYTES, 3), bytes=round(grown, 1))
 
 
-def _anonymous_bytes(pid: int) -> int:
+def anonymous_bytes(pid: int) -> int:
     """RssAnon of a process: its own memory, without the arena and files."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
@@ -51,11 +51,11 @@ def _anonymous_bytes(pid: int) -> int:
     raise AssertionError("the kernel tells no RssAnon")
 
 
-def _list(directory: Path) -> float:
-    """Seconds that `ls -f` takes; everything has to be in it."""
+def list_all(directory: Path, num_chunks: int) -> float:
+    """Seconds that `ls -f` takes; so many chunks have to be in it."""
     started = time.perf_counter()
     listing = subprocess.run(["ls", "-f", os.fspath(directory)], check=True, stdout=subprocess.PIPE).stdout
     took_s = time.perf_counter() - started
-    if listing.count(b".safetensors\n") < NUM_CHUNKS:
+    if listing.count(b".safetensors\n") < num_chunks:
         raise AssertionError(f"{listing.count(b'.safetensors')} chunks were listed")
     return took_s

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -23,6 +22,7 @@ from kvfs.tools.bench_vllm.runs import Plan
 from kvfs.tools.demo.entry import keep_logs
 from kvfs.tools.demo.mounting import Mount
 from kvfs.tools.demo_vllm.server import SERVED_NAME, serve
+from kvfs.tools.interrupting import interruptible
 
 LOGS = "kvfs-bench-vllm-logs"
 Say = Callable[[str, int], None]
@@ -31,7 +31,7 @@ Say = Callable[[str, int], None]
 
 def measure(plan: Plan, directory: Path, say: Say, done: Callable[[Pass], None]) -> None:
     """Make all runs; `done` is told each pass when it is over. All files lie in `directory`, after an error only the logs."""
-    with _interruptible() as ignore, rig.scratch(directory) as scratch:
+    with interruptible() as ignore, rig.scratch(directory) as scratch:
         mount: Mount | None = None
         try:
             for run in plan.runs:
@@ -92,26 +92,3 @@ def _make(scratch: Path, run: str, ram: str, nvme: str | None) -> Mount:
     directory = scratch / run
     directory.mkdir()
     return Mount(directory, ram, nvme)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], None]]:
-    """Ctrl-C and SIGTERM interrupt once, so that nothing disturbs the cleaning up; the function ignores them from now on."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def ignore() -> None:
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)
-
-    def interrupt(number: int, frame: object) -> None:
-        ignore()
-        raise KeyboardInterrupt
-
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as for jobs in the background of a script
-            signal.signal(number, interrupt)
-    try:
-        yield ignore
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

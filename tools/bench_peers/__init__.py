@@ -1,0 +1,1 @@
+"""`kvfs bench peers`: LMCache's storage backends beside ours, on the same device, in the same run."""
