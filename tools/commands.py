@@ -84,6 +84,7 @@ COMMANDS = {
     "rm": ("rm", "remove", "EXAMPLES"),
     "pin": ("pin", "pin", "PIN_EXAMPLES"),
     "unpin": ("pin", "unpin", "UNPIN_EXAMPLES"),
+    "warm": ("warm", "warm", "EXAMPLES"),
     "quota": ("quota", "quota", "EXAMPLES"),
     "verify": ("verify", "verify", "EXAMPLES"),
     "config": ("config", "show_settings", "EXAMPLES"),

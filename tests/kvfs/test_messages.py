@@ -17,11 +17,13 @@ REQUESTS: list[m.AnyRequest] = [
     m.Hello(1, m.VERSION, b"{}", "engine"), m.OpenWindow(2, 64 << 20), m.Match(3, KEY * 3), m.Load(4, KEY, 1000, True),
     m.Release(5, 7), m.Store(6, (m.NewChunk(CHAIN, KEY, 0, 256),)), m.Publish(7, (m.Finished(KEY, bytes(240)),)),
     m.Abort(8, KEY), m.Suspect(9, KEY), m.Prefetch(10, KEY, 50, 60_000), m.Cancel(11, 10),
+    m.Warm(12, KEY * 2),
 ]  # fmt: skip
 REPLIES: list[m.AnyReply] = [
     m.Welcome(1, m.VERSION, "ns", 1 << 32, 1 << 26, True, False), m.Window(2, 4096), m.Matched(3, 2, 9, bytes([1, 2])),
     m.Loaded(4, (m.Placement(m.Tier.RAM, m.Tier.NVME, 4096, 8192),), 9, 30), m.Arrived(4, 30, (1, 5), ((2, 31),)),
     m.Slots(5, (m.Slot(m.StoreStatus.REFUSED, 0),)), m.Published(6, (m.StoreStatus.BAD,)), m.Done(7),
+    m.Warmed(8, bytes([m.Warmth.BROUGHT, m.Warmth.NO_ROOM])),
     m.Failure(0, "no"),
 ]  # fmt: skip
 values = st.recursive(
@@ -47,7 +49,7 @@ def test_every_message_is_tried() -> None:
 
 def test_golden_packet() -> None:
     """The wire form: a msgpack array that begins with the tag and the id."""
-    assert m.VERSION == 3
+    assert m.VERSION == 4
     assert m.encode(m.Match(3, b"k" * 16)).hex() == "93a56d6174636803c410" + (b"k" * 16).hex()
     assert m.encode(m.Load(4, b"", 1000, True)).hex() == "95a46c6f616404c400cd03e8c3"
 
