@@ -20,7 +20,7 @@ from kvfs.errors import ProtocolError
 
 VERSION = 4
 """2: a chunk may be published without checksums; `Arrived` names the chunks that are ahead. 3: `Matched` names tiers;
-`Prefetch` and `Cancel`. 4: several volumes; `Why`, `Declined`, `Listen`."""
+`Prefetch` and `Cancel`. 4: several volumes; `Why`, `Declined`, `Listen`, `Warm`."""
 
 MAX_MESSAGE_BYTES = 160 * 1024
 MAX_BATCH = 4096
@@ -31,6 +31,21 @@ Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=16 * MAX_BATCH)]
 """Keys of 16 bytes each, one after the other."""
+
+
+class Warmth(IntEnum):
+    """What became of a chunk that was to be brought into RAM. Never change these values."""
+
+    GONE = 0
+    """It is not stored (any more)."""
+    THERE = 1
+    """It was in RAM already."""
+    BROUGHT = 2
+    OVER_SHARE = 3
+    """What is warm and was not loaded yet takes as much of RAM as it may."""
+    NO_ROOM = 4
+    """RAM is full of what is in use, dirty, or was brought for somebody who waits."""
+    UNREADABLE = 5
 
 
 class Tier(IntEnum):
@@ -121,6 +136,12 @@ class Prefetch(Request, frozen=True, tag="prefetch"):
     keys: Keys
     priority: Annotated[int, msgspec.Meta(ge=0, le=100)]
     deadline_ms: Size
+
+
+class Warm(Request, frozen=True, tag="warm"):
+    """The operator wants `keys` in RAM. The reply comes when each is there, or cannot be; nothing counts as a hit."""
+
+    keys: Keys
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
@@ -346,6 +367,12 @@ class Overheard(Reply, frozen=True, tag="overheard"):
     is_more: bool
 
 
+class Warmed(Reply, frozen=True, tag="warmed"):
+    """Answer to `Warm`: a `Warmth` for each key."""
+
+    found: Annotated[bytes, msgspec.Meta(max_length=MAX_BATCH)]
+
+
 class Done(Reply, frozen=True, tag="done"):
     """Answer to requests that have nothing to tell."""
 
@@ -363,6 +390,7 @@ AnyRequest = (
     | Load
     | Prefetch
     | Cancel
+    | Warm
     | Release
     | Store
     | Publish
@@ -372,7 +400,9 @@ AnyRequest = (
     | Why
     | Listen
 )
-AnyReply = Welcome | Window | Matched | Loaded | Arrived | Slots | Published | Explained | Overheard | Done | Failure
+AnyReply = (
+    Welcome | Window | Matched | Loaded | Arrived | Warmed | Slots | Published | Explained | Overheard | Done | Failure
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(AnyRequest)

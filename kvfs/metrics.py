@@ -53,6 +53,17 @@ class Counters:
     prefetches_dropped: int = field(
         default=0, metadata={"help": "chunks of prefetches that ended, or came too late, before they were begun"}
     )
+    read_aheads_begun: int = field(
+        default=0, metadata={"help": "chunks read into RAM because a chain goes on with them"}
+    )
+    read_aheads_useful: int = field(default=0, metadata={"help": "of these, chunks that were then loaded"})
+    read_aheads_wasted: int = field(
+        default=0, metadata={"help": "of these, chunks that nobody loaded before they left"}
+    )
+    read_aheads_dropped: int = field(default=0, metadata={"help": "chunks not read ahead after all: there was no time"})
+    warms_begun: int = field(default=0, metadata={"help": "chunks that the operator brought into RAM, or found there"})
+    warms_useful: int = field(default=0, metadata={"help": "of these, chunks that were then loaded"})
+    warms_wasted: int = field(default=0, metadata={"help": "of these, chunks that nobody loaded before they left"})
     corrupt: int = field(default=0, metadata={"help": "chunks dropped because they were proven bad"})
     rows_dropped: int = field(
         default=0, metadata={"help": "rows of the index dropped at the start: they cannot be true"}

@@ -4,13 +4,17 @@ An `Order` names chunks of one chain, the first of them first. Of all orders the
 the oldest. What a load asks for is promoted for the load, at once; an order passes over it, and a load that comes for what
 an order has begun finds that promotion (`promotion` has one for each chunk).
 
+There are three reasons to bring a chunk, counted apart: a request that waits will load it, what was loaded goes on with it
+(see `read_ahead`; beneath all orders of requests), or the operator wants it there (`kvfs warm`).
+
 Bounds: `IN_FLIGHT_BYTES` at a time, which is all that a load may have to wait behind; and what was brought and not yet
-loaded takes a half of RAM at most. Room is made as for every promotion: what is leased stays.
+loaded takes a part of RAM at most, for each reason. Room is made as for every promotion, but what is leased stays, and so
+does what another prefetch has brought and nobody has loaded yet.
 
 Invariants:
 1. A chunk that waits in an order is leased; that lease goes when it is begun, and a promotion has a lease of its own.
-2. `_unused` holds exactly the chunks that orders have begun to bring and that neither were loaded since nor left RAM.
-   Each of them will be counted once, as useful or as wasted.
+2. `_unused` holds exactly the chunks that were brought, or are being brought, and that neither were loaded since nor left
+   RAM, and why. Each of them will be counted once, as useful or as wasted.
 
 Concurrency: belongs to the event loop's thread. `order`, `cancel` and `loaded` never wait.
 """
@@ -20,30 +24,47 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from enum import Enum
 
 import trio
 
 from kvfs.catalog import NOWHERE, Chunk
+from kvfs.messages import Warmth
 from kvfs.promotion import Promoter, Promotion
 from kvfs.residency import Residency
 from kvfs.system import System
 
 IN_FLIGHT_BYTES = 8 << 20
-LARGEST_SHARE = 2
-"""Of RAM, for chunks that were brought and not yet loaded: one part in so many."""
+BY_CHAIN_PRIORITY = -1
+"""Beneath those that requests may have."""
 
 _ORDERS = 64
 LOOK_AGAIN_S = 0.02
 """How soon to look again whether there is room in RAM."""
 
 
-class Order:
-    """Chunks to be brought. Attributes: priority; deadline: of the monotonic clock; is_over: nothing of it waits."""
+class Reason(Enum):
+    """Why a chunk is brought; the value begins the names of its counters."""
 
-    def __init__(self, chunks: Iterable[Chunk], priority: int, deadline: float, prefetcher: Prefetcher) -> None:
+    REQUEST = "prefetches"
+    CHAIN = "read_aheads"
+    WARM = "warms"
+
+
+LARGEST_SHARE = {Reason.REQUEST: (1, 2), Reason.CHAIN: (1, 8), Reason.WARM: (3, 4)}
+"""Of RAM, for chunks that were brought and not yet loaded: so many parts of so many."""
+
+
+class Order:
+    """Chunks to be brought. Attributes: priority; reason; deadline: of the monotonic clock; is_over: nothing of it waits."""
+
+    def __init__(
+        self, chunks: Iterable[Chunk], priority: int, deadline: float, prefetcher: Prefetcher, reason: Reason
+    ) -> None:
         self.priority = priority
         self.deadline = deadline
+        self.reason = reason
         self._chunks = deque(chunks)
         self._prefetcher = prefetcher
 
@@ -63,7 +84,7 @@ class Order:
     def cancel(self) -> None:
         """Give up what was not begun."""
         while self._chunks:
-            self._prefetcher.drop(self._chunks.popleft())
+            self._prefetcher.drop(self._chunks.popleft(), self.reason)
 
 
 class Prefetcher:
@@ -76,16 +97,18 @@ class Prefetcher:
         self._orders: list[tuple[int, int, Order]] = []  # a heap
         self._most_orders = _ORDERS
         self._numbers = itertools.count()
-        self._unused: set[Chunk] = set()
-        self._unused_bytes = 0
+        self._unused: dict[Chunk, Reason] = {}
+        self._unused_bytes = dict.fromkeys(Reason, 0)
         self._wake = trio.Event()
         residency.ram.on_drop.append(self._left_ram)
 
-    def order(self, chunks: Iterable[Chunk], priority: int, deadline_s: float) -> Order:
+    def order(
+        self, chunks: Iterable[Chunk], priority: int, deadline_s: float, reason: Reason = Reason.REQUEST
+    ) -> Order:
         """Bring those of these chunks that are not in RAM, unless the deadline comes first."""
         cold = [chunk for chunk in chunks if chunk.ram == NOWHERE and not chunk.is_removed]
         self._residency.lease_all(cold)
-        order = Order(cold, priority, self._system.monotonic() + deadline_s, self)
+        order = Order(cold, priority, self._system.monotonic() + deadline_s, self, reason)
         if cold:
             if len(self._orders) >= self._most_orders:  # those that were cancelled behind one that waits for room
                 self._orders = [entry for entry in self._orders if not entry[2].is_over]
@@ -95,29 +118,88 @@ class Prefetcher:
             self._wake.set()
         return order
 
-    def drop(self, chunk: Chunk) -> None:
+    def drop(self, chunk: Chunk, reason: Reason) -> None:
         """A chunk of an order will not be brought."""
-        self._residency.counters.prefetches_dropped += 1
+        self._count(reason, "dropped")
         self._residency.release(chunk)
 
     def loaded(self, chunks: Collection[Chunk]) -> None:
         """An engine has loaded these chunks."""
         if self._unused:
             for chunk in chunks:
-                if self._forget(chunk):
-                    self._residency.counters.prefetches_useful += 1
+                if (reason := self._forget(chunk)) is not None:
+                    self._count(reason, "useful")
+
+    async def warm(self, chunks: Sequence[Chunk]) -> list[Warmth]:
+        """Bring chunks into RAM for the operator, and wait; what became of each. The caller holds leases on them.
+
+        What was there already is kept from other prefetches, as what is brought is.
+        """
+        found = [Warmth.UNREADABLE] * len(chunks)
+        begun: deque[tuple[int, Promotion]] = deque()
+        in_flight = 0
+        for number, chunk in enumerate(chunks):
+            while begun and in_flight + chunk.length > IN_FLIGHT_BYTES:
+                in_flight -= await self._end_warming(begun, found)
+            if chunk.is_removed:
+                found[number] = Warmth.GONE
+            elif chunk.ram != NOWHERE:
+                found[number] = Warmth.THERE
+                if chunk not in self._unused and self._has_room(chunk, Reason.WARM):
+                    self._remember(chunk, Reason.WARM)
+            elif not self._has_room(chunk, Reason.WARM):
+                found[number] = Warmth.OVER_SHARE
+            elif (promotion := self._start(chunk)) is None:
+                found[number] = Warmth.NO_ROOM
+            else:
+                if chunk not in self._unused:
+                    self._remember(chunk, Reason.WARM)
+                in_flight += chunk.length
+                begun.append((number, promotion))
+        while begun:
+            await self._end_warming(begun, found)
+        return found
+
+    async def _end_warming(self, begun: deque[tuple[int, Promotion]], found: list[Warmth]) -> int:
+        """Wait for the oldest; returns its bytes."""
+        number, promotion = begun.popleft()
+        await self._wait_for(promotion)
+        if promotion.error is None:
+            found[number] = Warmth.BROUGHT
+        return promotion.chunk.length
+
+    async def _wait_for(self, promotion: Promotion) -> None:
+        await promotion.wait_for_layers(promotion.pieces[-1].layers)
+        if promotion.error is not None:
+            self._left_ram(promotion.chunk)
 
     def _left_ram(self, chunk: Chunk) -> None:
-        if self._forget(chunk):
-            self._residency.counters.prefetches_wasted += 1
+        if (reason := self._forget(chunk)) is not None:
+            self._count(reason, "wasted")
 
-    def _forget(self, chunk: Chunk) -> bool:
-        if chunk not in self._unused:
-            return False
-        self._unused.remove(chunk)
-        self._unused_bytes -= chunk.length
-        self._wake.set()  # there may be room for the next
-        return True
+    def _count(self, reason: Reason, what: str) -> None:
+        counters, name = self._residency.counters, f"{reason.value}_{what}"
+        setattr(counters, name, getattr(counters, name) + 1)
+
+    def _remember(self, chunk: Chunk, reason: Reason) -> None:
+        self._unused[chunk] = reason
+        self._unused_bytes[reason] += chunk.length
+        self._count(reason, "begun")
+
+    def _forget(self, chunk: Chunk) -> Reason | None:
+        reason = self._unused.pop(chunk, None)
+        if reason is not None:
+            self._unused_bytes[reason] -= chunk.length
+            self._wake.set()  # there may be room for the next
+        return reason
+
+    def _has_room(self, chunk: Chunk, reason: Reason) -> bool:
+        parts, of = LARGEST_SHARE[reason]
+        return self._unused_bytes[reason] + chunk.length <= self._residency.ram.extents.capacity * parts // of
+
+    def _start(self, chunk: Chunk) -> Promotion | None:
+        """Begin to bring a chunk; None if there is no room but that of what other prefetches have brought."""
+        return self._promoter.start([chunk], is_asked_for=False, spared=self._unused)[0]
 
     async def run(self) -> None:
         """Carry out orders, for ever."""
@@ -130,9 +212,7 @@ class Prefetcher:
             promotions = self._begin(order)
             if promotions:
                 for promotion in promotions:
-                    await promotion.wait_for_layers(promotion.pieces[-1].layers)
-                    if promotion.error is not None:
-                        self._left_ram(promotion.chunk)
+                    await self._wait_for(promotion)
             elif not order.is_over:  # no room
                 with trio.move_on_after(LOOK_AGAIN_S):
                     await self._wake.wait()
@@ -150,7 +230,6 @@ class Prefetcher:
 
     def _begin(self, order: Order) -> list[Promotion]:
         """Begin with the next chunks of an order, as many as may be in flight and have room."""
-        most = self._residency.ram.extents.capacity // LARGEST_SHARE
         begun: list[Promotion] = []
         size = 0
         while (chunk := order.next()) is not None:
@@ -159,15 +238,13 @@ class Prefetcher:
                 continue
             if begun and size + chunk.length > IN_FLIGHT_BYTES:
                 break
-            if self._unused_bytes + chunk.length > most:
+            if not self._has_room(chunk, order.reason):
                 break
-            promotion = self._promoter.start([chunk], is_asked_for=False)[0]
+            promotion = self._start(chunk)
             if promotion is None:
                 break
             self._residency.release(order.take())
-            self._unused.add(chunk)
-            self._unused_bytes += chunk.length
-            self._residency.counters.prefetches_begun += 1
+            self._remember(chunk, order.reason)
             size += chunk.length
             begun.append(promotion)
         return begun

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import trio
 
@@ -86,10 +86,12 @@ class Promoter:
         """Whether this chunk is on its way into RAM."""
         return chunk in self._under_way
 
-    def start(self, chunks: Iterable[Chunk], *, is_asked_for: bool = True) -> list[Promotion | None]:
+    def start(
+        self, chunks: Iterable[Chunk], *, is_asked_for: bool = True, spared: Collection[Chunk] = ()
+    ) -> list[Promotion | None]:
         """A promotion for each chunk, which is on NVMe only; None where RAM has no room for it now.
 
-        That is counted, unless nobody waits for them yet.
+        That is counted, unless nobody waits for them yet. What is `spared` is not evicted for them.
         """
         promotions: list[Promotion | None] = []
         begun: list[Promotion] = []
@@ -97,7 +99,7 @@ class Promoter:
             promotion = self._under_way.get(chunk)
             if promotion is None:
                 self._residency.lease(chunk)  # making room must not evict what is to be read
-                offset = self._residency.reserve_ram(chunk.length)
+                offset = self._residency.reserve_ram(chunk.length, spared=spared)
                 if offset is None:
                     self._residency.counters.promotions_refused += is_asked_for
                     self._residency.release(chunk)

@@ -344,13 +344,18 @@ class Residency:
 
     # room
 
-    def reserve_ram(self, length: int, above: Chunk | None = None) -> int | None:
-        """An extent of the arena, making room if need be; None under pressure.
+    def reserve_ram(self, length: int, above: Chunk | None = None, spared: Collection[Chunk] = ()) -> int | None:
+        """An extent of the arena, making room if need be; None under pressure. What is `spared` stays.
 
         `above` is what a new chunk is built on: in a RAM cache none is taken that would be the first to go.
         """
         if self.nvme is not None:
-            return self.ram.reserve(length, self._may_leave_ram, self._evict_from_ram)
+            may_go = self._may_leave_ram
+            if spared:
+                return self.ram.reserve(
+                    length, lambda chunk: chunk not in spared and may_go(chunk), self._evict_from_ram
+                )
+            return self.ram.reserve(length, may_go, self._evict_from_ram)
         if length > self._longest_gap(None):
             return None
         return self.ram.reserve(length, self._may_leave_ram, self._evict_from_ram, above)

@@ -27,10 +27,10 @@ from kvfs.explaining import explain
 from kvfs.intake import Handed, Reservation
 from kvfs.keys import Key
 from kvfs.limits import Limits
-from kvfs.messages import Explained, NewChunk, StoreStatus, Tier
+from kvfs.messages import Explained, NewChunk, StoreStatus, Tier, Warmth
 from kvfs.metrics import Counters, render
 from kvfs.namespace import Namespace
-from kvfs.prefetch import Order, Prefetcher
+from kvfs.prefetch import BY_CHAIN_PRIORITY, Order, Prefetcher, Reason
 from kvfs.promotion import Promoter, Promotion, drop_corrupt
 from kvfs.residency import NameObserver, Observer, Residency
 from kvfs.staging import Staged
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 _SAVE_USE_EVERY_S = 10.0
 _FLUSH_AT_END_S = 60.0
 _FLUSH_OTHERS_S = 5.0
+_READ_AHEAD_S = 2.0  # after which a chain is not loaded any more, or was loaded by then
 _MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and stays when its last chunk goes
 
 
@@ -203,6 +204,18 @@ class Store:
         """Bring those of these chunks of one chain that are on NVMe only into RAM, the first first; see `Prefetcher`."""
         assert self._prefetcher is not None
         return self._prefetcher.order(chunks, priority, deadline_s)
+
+    def read_ahead(self, chunks: Sequence[Chunk]) -> Order | None:
+        """Bring what a chain is known to go on with, beneath all that requests ask for; see `kvfs.read_ahead`."""
+        if self._prefetcher is None or all(chunk.ram != NOWHERE for chunk in chunks):
+            return None
+        return self._prefetcher.order(chunks, BY_CHAIN_PRIORITY, _READ_AHEAD_S, Reason.CHAIN)
+
+    async def warm(self, chunks: Sequence[Chunk]) -> list[Warmth]:
+        """Bring leased chunks into RAM because the operator wants them there; what became of each."""
+        if self._prefetcher is None:  # all there is is in RAM
+            return [Warmth.GONE if chunk.is_removed else Warmth.THERE for chunk in chunks]
+        return await self._prefetcher.warm(chunks)
 
     def touch(self, chunks: Sequence[Chunk], sources: Sequence[Tier]) -> None:
         """An engine loaded these chunks of one chain, head first. Call it after the reply is out."""

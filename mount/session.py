@@ -2,7 +2,7 @@
 
 The end of a connection, whatever its cause, gives back all that it held: leases, and what was handed over half.
 
-Concurrency: one task reads a connection; requests that wait (`Load`, `Publish`, `Suspect`) go on in tasks of their
+Concurrency: one task reads a connection; requests that wait (`Load`, `Publish`, `Suspect`, `Warm`) go on in tasks of their
 own, at most `_MAX_WAITING` a connection; more are refused. Packets are sent whole, one at a
 time. A client that does not read its replies stops only itself.
 """
@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import struct
+from collections import deque
 from collections.abc import Sequence
 
 import trio
@@ -32,6 +33,7 @@ from kvfs.mount.handover import Handover, InArena, ThroughWindow
 from kvfs.mount.listening import Ear, Listeners
 from kvfs.prefetch import Order
 from kvfs.promotion import Promotion
+from kvfs.read_ahead import Streams
 from kvfs.store import Store
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 _MAX_WAITING = 32
 _MAX_SESSIONS = 512
 _MAX_PREFETCHES = 256  # of one session that are not over
+_MAX_AHEAD = 16  # orders of one session to read ahead
 _MAX_PREFETCH_S = 3600.0
 _MAX_LEASES = 16_384  # of one session: one for each request of an engine that is under way
 _BACKLOG = 128
@@ -142,6 +145,8 @@ class Session:
         self._table: ChunkTable | None = None
         self._leases: dict[int, list[Chunk]] = {}
         self._prefetches: dict[int, Order] = {}
+        self._streams = Streams()
+        self._ahead: deque[Order] = deque()
         self._handover = handover
         self._listeners = listeners
         self._ear: Ear | None = None
@@ -178,9 +183,12 @@ class Session:
         for order in self._prefetches.values():
             order.cancel()
         self._prefetches.clear()
+        for order in self._ahead:
+            order.cancel()
+        self._ahead.clear()
 
     async def _dispatch(self, request: m.AnyRequest, nursery: trio.Nursery) -> None:
-        if isinstance(request, m.Load | m.Publish | m.Suspect):
+        if isinstance(request, m.Load | m.Publish | m.Suspect | m.Warm):
             try:
                 self._waiting.acquire_nowait()
             except trio.WouldBlock:  # waiting here would hide the end of the session, and with it leases
@@ -224,6 +232,8 @@ class Session:
                 if (order := self._prefetches.pop(request.prefetch, None)) is not None:
                     order.cancel()
                 await self._send(m.Done(request.id))
+            case m.Warm():
+                await self._warm(request)
             case m.Release():
                 self._release(self._leases.pop(request.lease, []))
                 await self._send(m.Done(request.id))
@@ -314,6 +324,25 @@ class Session:
         chunks = [chunk for chunk in found if chunk is not None]
         self._prefetches[request.id] = self._store.prefetch(chunks, request.priority, deadline_s)
 
+    def _read_ahead(self, loaded: list[Chunk]) -> None:
+        """What was loaded may go on; see `kvfs.read_ahead`. The newest of these orders count."""
+        order = self._store.read_ahead(self._streams.next(loaded))
+        if order is None:
+            return
+        if len(self._ahead) >= _MAX_AHEAD:
+            self._ahead.popleft().cancel()
+        self._ahead.append(order)
+
+    async def _warm(self, request: m.Warm) -> None:
+        found = [self._attached.chunks.get(key) for key in split(request.keys)]
+        chunks = [chunk for chunk in found if chunk is not None]
+        self._store.lease_all(chunks)
+        try:
+            warmths = iter(await self._store.warm(chunks))
+        finally:
+            self._store.release_all(chunks)
+        await self._send(m.Warmed(request.id, bytes([m.Warmth.GONE if c is None else next(warmths) for c in found])))
+
     def _hold(self, chunks: list[Chunk]) -> int:
         """Remember leases that were taken; returns their number, 0 for none."""
         if not chunks:
@@ -352,6 +381,7 @@ class Session:
         loaded = [chunk for chunk, place in zip(found, placements, strict=True) if chunk and place.tier]
         self._store.counters.loads_unavailable += len(chunks) - len(loaded)
         self._store.touch(loaded, [sources[chunk] for chunk in loaded])
+        self._read_ahead(loaded)
         if ready < num_layers:
             awaited = [
                 (i, promotions[chunk]) for i, chunk in enumerate(found) if chunk is not None and chunk in promotions

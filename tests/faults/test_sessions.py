@@ -567,6 +567,8 @@ async def test_harmless_nonsense(tmp_path: Path) -> None:
         assert await peer.ask(m.Suspect(5, bytes(32))) == m.Done(5)
         assert await peer.ask(m.Prefetch(6, bytes(32), 100, 1 << 60)) == m.Done(6)
         assert await peer.ask(m.Cancel(7, 12345)) == m.Done(7)
+        assert await peer.ask(m.Warm(8, bytes(32) + chain.keys[0] * 2)) == m.Warmed(8, bytes([0, 0, 1, 1]))
+        assert await peer.ask(m.Warm(9, b"")) == m.Warmed(9, b"")
         assert await peer.ask(m.Store(6, ())) == m.Slots(6, ())
         assert await peer.ask(m.Publish(7, ())) == m.Published(7, ())
         loaded = await peer.ask(m.Load(8, chain.keys[0] * 100, (1 << 62) - 1, True))
@@ -579,6 +581,28 @@ async def test_harmless_nonsense(tmp_path: Path) -> None:
         slots = await peer.ask(m.Store(10, tuple(twice)))
         assert isinstance(slots, m.Slots)
         assert [slot.status for slot in slots.slots] == [StoreStatus.STORED, StoreStatus.EXISTS]
+
+
+async def test_a_chain_loaded_piece_by_piece_is_read_ahead(tmp_path: Path) -> None:
+    """From the second piece on, as far as it was loaded before; what was begun ends with the session, its leases too."""
+    chain = chain_of(MIB, 8)
+    async with open_table(tmp_path, MIB, nvme=64 << 20, ram=32 << 20) as (store, table):
+        await store_chain(store, table, chain)
+    async with running(tmp_path, MIB, nvme=64 << 20, ram=32 << 20) as daemon, daemon_peer(daemon) as peer:
+        await peer.hello(MIB)
+        for key in chain.keys:
+            daemon.table.chunks[key].hits = 1
+        counters = daemon.store.counters
+        for number, key in enumerate(chain.keys[:3]):
+            loaded = await peer.ask(m.Load(10 + number, key, 60_000))
+            assert isinstance(loaded, m.Loaded)
+            if number == 1:
+                await eventually(lambda: daemon.table.chunks[chain.keys[2]].tier is Tier.RAM)
+        assert [place.source for place in loaded.placements] == [Tier.RAM]
+        assert (counters.read_aheads_useful, counters.prefetches_begun) == (1, 0)
+        await eventually(lambda: counters.read_aheads_begun == 3)
+        peer.close()
+        await eventually(lambda: daemon.store.statistics().num_leases == 0)
 
 
 async def test_a_batch_with_an_impossible_chunk_reserves_nothing(tmp_path: Path) -> None:

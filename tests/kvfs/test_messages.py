@@ -17,6 +17,7 @@ REQUESTS: list[m.AnyRequest] = [
     m.Hello(1, m.VERSION, b"{}", "engine"), m.OpenWindow(2, 64 << 20), m.Match(3, KEY * 3, True), m.Load(4, KEY, 1000, True),
     m.Release(5, 7), m.Store(6, (m.NewChunk(CHAIN, KEY, 0, 256),)), m.Publish(7, (m.Finished(KEY, bytes(240)),)),
     m.Abort(8, KEY), m.Suspect(9, KEY), m.Prefetch(10, KEY, 50, 60_000), m.Cancel(11, 10), m.Declined(12, KEY), m.Why(13, m.VERSION, "ns", KEY * 2), m.Listen(14, m.VERSION),
+    m.Warm(15, KEY * 2),
 ]  # fmt: skip
 REPLIES: list[m.AnyReply] = [
     m.Welcome(1, m.VERSION, "ns", 1 << 32, 1 << 26, 2, False), m.Window(2, 4096), m.Matched(3, 2, 9, bytes([1, 2])),
@@ -24,6 +25,7 @@ REPLIES: list[m.AnyReply] = [
     m.Slots(5, (m.Slot(m.StoreStatus.REFUSED, 0),)), m.Published(6, (m.StoreStatus.BAD,)), m.Done(7),
     m.Failure(0, "no"), m.Overheard(8, (m.Heard(9**19, 3, "ns", 256, 1, KEY * 2),), 2, True),
     m.Explained(9, (m.Known(m.Tier.NONE, 0, 5, 0, 3, b"", "evict", "policy", 99, 61.5, "quota", 6, 2),), 1, 2, 3, "lru", True),
+    m.Warmed(8, bytes([m.Warmth.BROUGHT, m.Warmth.NO_ROOM])),
 ]  # fmt: skip
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary() | st.floats(),

@@ -16,7 +16,7 @@ from kvfs.catalog import Chunk, ChunkTable
 from kvfs.client import Client
 from kvfs.errors import UsageError
 from kvfs.keys import KeyChain
-from kvfs.messages import Tier
+from kvfs.messages import Tier, Warmth
 from kvfs.store import Store
 from kvfs.testing import FaultySystem, chain_of, eventually, open_table, sized_namespace, store_chain
 
@@ -185,6 +185,75 @@ async def test_cancelled_orders_do_not_pile_up(tmp_path: Path) -> None:
         assert store._prefetcher is not None
         assert len(store._prefetcher._orders) <= 2 * prefetch._ORDERS
         store.release_all(held)
+
+
+async def warm(store: Store, chunks: list[Chunk]) -> list[Warmth]:
+    """What a session does for `kvfs warm`."""
+    store.lease_all(chunks)
+    try:
+        return await store.warm(chunks)
+    finally:
+        store.release_all(chunks)
+
+
+async def test_the_operator_warms_chunks(tmp_path: Path) -> None:
+    """It is no use of them; what becomes of them is counted apart."""
+    async with cold(tmp_path, 4) as (store, _, (chunks,)):
+        used = [(chunk.hits, chunk.last_used_ns) for chunk in chunks]
+        assert await warm(store, chunks[:2]) == [Warmth.BROUGHT] * 2
+        assert await warm(store, chunks) == [Warmth.THERE] * 2 + [Warmth.BROUGHT] * 2
+        assert [(chunk.hits, chunk.last_used_ns) for chunk in chunks] == used
+        load(store, chunks[:1])
+        await store.remove(chunks)
+        counters = store.counters
+        assert (counters.warms_begun, counters.warms_useful, counters.warms_wasted) == (4, 1, 3)
+        assert counters.prefetches_begun == 0
+        assert await warm(store, chunks) == [Warmth.GONE] * 4
+        assert store.statistics().num_leases == 0
+
+
+async def test_what_is_warm_takes_three_quarters_of_ram(tmp_path: Path) -> None:
+    """Also what was there already; when it is loaded there is room for more."""
+    async with cold(tmp_path, 10, ram=8 << 20) as (store, _, (chunks,)):
+        most = (8 << 20) * 3 // 4 // chunks[0].length
+        expected = [Warmth.BROUGHT] * most + [Warmth.OVER_SHARE] * (10 - most)
+        assert await warm(store, chunks) == expected
+        assert in_ram(chunks) == most
+        load(store, chunks[:2])
+        assert await warm(store, chunks[most:]) == [Warmth.BROUGHT] * 2 + [Warmth.OVER_SHARE] * (10 - most - 2)
+
+
+async def test_nothing_that_is_leased_or_promised_goes_for_a_warm_chunk(tmp_path: Path) -> None:
+    async with cold(tmp_path, 2, 1, 4, ram=4 << 20) as (store, _, (held, promised, chunks)):
+        await hold_in_ram(store, held)
+        store.prefetch(promised, 0, 60)
+        await eventually(lambda: in_ram(promised) == 1)
+        found = await warm(store, chunks)
+        assert set(found) <= {Warmth.BROUGHT, Warmth.NO_ROOM}
+        assert found[-1] is Warmth.NO_ROOM
+        assert (in_ram(held), in_ram(promised)) == (2, 1)
+        assert store.counters.promotions_refused == 0
+        store.release_all(held)
+
+
+@pytest.mark.expect_log("could not be read")
+async def test_what_cannot_be_warmed_does_not_keep_the_rest(tmp_path: Path) -> None:
+    system = FaultySystem()
+    async with cold(tmp_path, 2, system=system) as (store, _, (chunks,)):
+        system.bad_reads.add(chunks[0].nvme)
+        assert await warm(store, chunks) == [Warmth.UNREADABLE, Warmth.BROUGHT]
+        assert store.statistics().num_leases == 0
+
+
+async def test_requests_go_before_what_is_read_ahead(tmp_path: Path) -> None:
+    system = FaultySystem()
+    async with cold(tmp_path, 1, 1, system=system, ram=16 << 20) as (store, _, (ahead, asked)):
+        system.reads.clear()
+        first = asked[0].nvme
+        store.read_ahead(ahead)
+        store.prefetch(asked, 0, 60)
+        await eventually(lambda: in_ram([*ahead, *asked]) == 2)
+        assert [offset == first for offset, _ in system.reads] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from kvfs.config import Access
 from kvfs.errors import UsageError
 from kvfs.tools.bench import rig, rows
 from kvfs.tools.bench.crowd import crowd
+from kvfs.tools.bench.movement import hits_under_writes, movement
 from kvfs.tools.bench.results import Row
 
 EXAMPLES = """
@@ -74,6 +75,9 @@ def bench(
             found += rows.transfers(
                 shape, _below(scratch), num_sets, rounds, fresh_rounds, cast(Access, access), status.update
             )
+        for shape, _ in _SHAPES:
+            found += movement(shape, _below(scratch), rounds, cast(Access, access), status.update)
+        found += hits_under_writes(_below(scratch), rounds, cast(Access, access), status.update)
         found += rows.prompts(_below(scratch), rounds, status.update)
         found += rows.files(_below(scratch), rounds, status.update)
         found += crowd(_below(scratch), status.update)
@@ -95,7 +99,7 @@ def _below(scratch: Path) -> Path:
 
 
 def _values(row: Row) -> Iterator[tuple[str, float | None]]:
-    yield from (("GB/s", row.gb_s), ("ms", row.ms), ("B", row.bytes))
+    yield from (("GB/s", row.gb_s), ("ms", row.ms), ("B", row.bytes), ("", row.share))
 
 
 def _table(found: list[Row]) -> Table:

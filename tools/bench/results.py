@@ -12,8 +12,9 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         name, limit_name: what was measured, beside what; chunk_bytes: 0 where it does not matter.
-        gb_s, ms or bytes: the median, in 1e9 bytes a second, milliseconds or bytes; limit: in the same unit.
-        ratio: of speeds (more is better) for gb_s, of times or bytes (less is better) for the others.
+        gb_s, ms, bytes or share: the median, in 1e9 bytes a second, milliseconds, bytes or parts of 1; limit: in the
+            same unit.
+        ratio: of speeds or shares (more is better), of times or bytes (less is better).
     """
 
     name: str
@@ -24,6 +25,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     gb_s: float | None = None
     ms: float | None = None
     bytes: float | None = None
+    share: float | None = None
 
 
 class Pairs:

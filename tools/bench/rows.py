@@ -63,7 +63,8 @@ def transfers(
                 daemon.wait_until_clean()
 
             def load(prompt: rig.Prompt, tier: Tier) -> float:
-                parts = [prompt.chains[i : i + NUM_KEYS] for i in range(0, num_chunks, NUM_KEYS)]
+                # The last part first: what goes on where a load ended would be read ahead.
+                parts = [prompt.chains[i : i + NUM_KEYS] for i in reversed(range(0, num_chunks, NUM_KEYS))]
                 return sum(rig.load(client, part, ring, tier) for part in parts)
 
             for number in range(rounds):

@@ -1,0 +1,170 @@
+"""Movement between tiers beside other work: a cold load under compute, a prefetch before its load, hits under writes."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvfs.chunk import geometry
+from kvfs.client import Client, Tier
+from kvfs.config import Access
+from kvfs.errors import UnavailableError
+from kvfs.tools import mounted
+from kvfs.tools.bench import rig
+from kvfs.tools.bench.results import Pairs, Row
+from kvfs.tools.bench.rows import NUM_KEYS, RING_BYTES, Progress
+
+_HIDDEN_BAR = 0.8
+_HIT_BAR = 3.0
+_COMPUTE_PIECE_BYTES = 1 << 20
+_QUEUE_TIMES = 2.0  # a request waits so many times as long as its cold load takes
+_NUM_HITS = 200
+_HITS_A_LOOK = 20
+_HIT_CHUNKS = 4
+_NUM_DIRTY = 768
+
+
+def movement(shape: rig.Shape, directory: Path, rounds: int, access: Access, progress: Progress) -> Iterator[Row]:
+    """overlap_hidden and prefetched_load for chunks of one shape.
+
+    overlap_hidden is the share of the smaller of a cold load and a computation that a layer-wise load hides. RAM holds
+    one prompt: loading one makes the others cold, and half of one may be prefetched.
+    """
+    namespace = shape.namespace
+    payload = NUM_KEYS * shape.chunk_bytes
+    whole = NUM_KEYS * geometry(namespace, rig.TOKENS_PER_CHUNK).file_bytes
+    ring, source = rig.anonymous(min(RING_BYTES, payload)), rig.noise(payload)
+    first, second, third = (rig.Prompt.random(namespace, NUM_KEYS, seed) for seed in (1, 2, 3))
+    prefetched = third.chains[: NUM_KEYS // 2]
+    pairs = Pairs()
+    settings = rig.settings(directory, f"m{shape.chunk_bytes}", whole, 4 * whole + (8 << 20), access)
+    with rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
+        client.attach()
+        client.window_bytes()
+        for prompt in (first, second, third):
+            rig.store(client, prompt, source)
+            daemon.wait_until_clean()
+        compute = _Compute(shape.num_layers)
+        cold_s = statistics.median(
+            rig.load(client, prompt.chains, ring, Tier.NVME) for prompt in (first, second, first, second)
+        )
+        compute.calibrate(cold_s)
+        for number in range(rounds):
+            progress(f"chunks of {shape.chunk_bytes >> 20} MiB: overlap and prefetch, round {number + 1} of {rounds}")
+            pairs.add("alone", alone := rig.load(client, first.chains, ring, Tier.NVME))
+            pairs.add("computed", computed := compute.run(lambda _: None))
+            pairs.add("overlapped", overlapped := _overlapped(client, second, ring, compute))
+            pairs.add("hidden", (alone + computed - overlapped) / min(alone, computed))
+            client.prefetch(prefetched)
+            time.sleep(_QUEUE_TIMES * cold_s)
+            pairs.add("prefetched_load", rig.load(client, prefetched, ring, Tier.RAM))
+            time.sleep(_QUEUE_TIMES * cold_s)  # the same pause: to wake up takes the daemon 0.4 ms
+            pairs.add("ram_hit", rig.load(client, prefetched, ring, Tier.RAM))
+    hidden = pairs.median("hidden")
+    yield Row(
+        "overlap_hidden", shape.chunk_bytes, "bar", _HIDDEN_BAR, round(hidden / _HIDDEN_BAR, 3), share=round(hidden, 3)
+    )
+    yield pairs.speed("prefetched_load", "ram_hit", payload // 2, shape.chunk_bytes)
+
+
+class _Compute:
+    """Layers of work that leaves memory and the interpreter's lock alone, as a model's kernels do: SHA-256 of one piece."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._piece = bytes(_COMPUTE_PIECE_BYTES)
+        self._num_layers = num_layers
+        self._pieces_a_layer = 1
+
+    def calibrate(self, wanted_s: float) -> None:
+        """Take about so long altogether."""
+        started = time.perf_counter()
+        for _ in range(16):
+            hashlib.sha256(self._piece)
+        piece_s = (time.perf_counter() - started) / 16
+        self._pieces_a_layer = max(1, round(wanted_s / piece_s / self._num_layers))
+
+    def run(self, before: Callable[[int], None]) -> float:
+        """Seconds for all layers; `before` each of them its number is told."""
+        started = time.perf_counter()
+        for layer in range(self._num_layers):
+            before(layer)
+            for _ in range(self._pieces_a_layer):
+                hashlib.sha256(self._piece)
+        return time.perf_counter() - started
+
+
+def _overlapped(client: Client, prompt: rig.Prompt, ring: memoryview, compute: _Compute) -> float:
+    """Seconds until all layers of a cold prompt were loaded by a thread, and each computed once it was there."""
+    geo = geometry(client.namespace, rig.TOKENS_PER_CHUNK)
+    num_layers = len(geo.layers)
+    there = threading.Condition()
+    layers = [0] * len(prompt.chains)  # of each chunk, copied
+    failures: list[BaseException] = []
+
+    def load() -> None:
+        try:
+            position = 0
+            loading = client.load(prompt.chains, deadline_s=60.0, stream=True)
+            if loading is None or any(found is not Tier.NVME for found in loading.sources):
+                raise UnavailableError("the chunks were not all on NVME")
+            with loading:
+                for index, first, stop in loading.parts():
+                    size = geo.bounds[stop] - geo.bounds[first]
+                    position = position if position + size <= len(ring) else 0
+                    position += loading.copy(index, ring[position : position + size], first, stop)
+                    with there:
+                        layers[index] = stop
+                        there.notify_all()
+        except BaseException as error:  # noqa: BLE001 - it is raised again below, in the thread that computes
+            failures.append(error)
+            with there:
+                layers[:] = [num_layers] * len(layers)
+                there.notify_all()
+
+    def wait_for(layer: int) -> None:
+        with there:
+            there.wait_for(lambda: min(layers) > layer)
+
+    started = time.perf_counter()
+    thread = threading.Thread(target=load, name="kvfs-bench-load")
+    thread.start()
+    compute.run(wait_for)
+    thread.join()
+    if failures:
+        raise failures[0]
+    return time.perf_counter() - started
+
+
+def hits_under_writes(directory: Path, rounds: int, access: Access, progress: Progress) -> Iterator[Row]:
+    """hit_under_writes_p99: a RAM hit of some MiB while the write-behind has its hands full, beside its idle p99."""
+    shape = rig.Shape(1 << 20, 16)
+    namespace = shape.namespace
+    whole = _NUM_DIRTY * geometry(namespace, rig.TOKENS_PER_CHUNK).file_bytes
+    source, ring = rig.noise(_NUM_DIRTY * shape.chunk_bytes), rig.anonymous(_HIT_CHUNKS * shape.chunk_bytes)
+    hot = rig.Prompt.random(namespace, _HIT_CHUNKS, 1)
+    settings = rig.settings(directory, "w", whole + whole // 4, (rounds + 2) * whole, access)
+    idle: list[float] = []
+    busy: list[float] = []
+    with rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
+        rig.store(client, hot, source)
+        daemon.wait_until_clean()
+        for number in range(rounds):
+            progress(f"hits under writes, round {number + 1} of {rounds}")
+            idle += [rig.load(client, hot.chains, ring, Tier.RAM) for _ in range(_NUM_HITS)]
+            rig.store(client, rig.Prompt.random(namespace, _NUM_DIRTY, 100 + number), source)
+            while mounted.read_status(daemon.mount)["num_dirty"]:
+                busy += [rig.load(client, hot.chains, ring, Tier.RAM) for _ in range(_HITS_A_LOOK)]
+    idle_ms, busy_ms = _p99(idle) * 1e3, _p99(busy) * 1e3
+    limit = _HIT_BAR * idle_ms
+    yield Row(
+        "hit_under_writes_p99", shape.chunk_bytes, "3 × idle p99", round(limit, 3), round(busy_ms / limit, 3),
+        ms=round(busy_ms, 3),
+    )  # fmt: skip
+
+
+def _p99(times: list[float]) -> float:
+    return statistics.quantiles(times, n=100)[98]
