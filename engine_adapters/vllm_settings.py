@@ -17,7 +17,7 @@ class VllmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         mount: where kvfs is mounted.
-        tokens_per_chunk: tokens in a chunk; 0 is 256, or the next multiple of vLLM's block above it.
+        tokens_per_chunk: tokens in a chunk; 0 is 256, or the multiple of vLLM's block below it (one block, if that is larger).
         load_async: load between steps, while others compute; False loads inside the step, layer by layer. By default
             what is in RAM is loaded inside the step where the engine computes on the CPU, all else between steps.
         floor_tokens: fewer tokens than this are computed, never loaded.
@@ -51,4 +51,4 @@ def settings_from(extra_config: Mapping[str, Any]) -> VllmSettings:
     try:
         return msgspec.convert(dict(extra_config), VllmSettings)
     except msgspec.ValidationError as error:
-        raise UsageError(f"kv_connector_extra_config: {error}; it needs at least {{'mount': '/mnt/kvfs'}}") from error
+        raise UsageError(f"kv_connector_extra_config: {error}; a whole one is {{'mount': '/mnt/kvfs'}}") from error

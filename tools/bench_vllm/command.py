@@ -27,9 +27,9 @@ kvfs bench vllm
 
 The whole comparison: tens of minutes on two cores, 2 GiB of disk below the current directory, 6 GiB of memory.
 
-kvfs bench vllm --num-groups 4 --prompts-per-group 2 --runs ram,ceiling
+kvfs bench vllm --num-groups 3 --prompts-per-group 2 --engine-prefixes 1 --runs vllm,ram,ceiling
 
-A small one, for a first look: two of the runs, a few minutes.
+A small one, for a first look: three of the runs, some minutes; vLLM's own cache holds one of three system prompts.
 
 kvfs bench vllm --dir /data --json --plot vllm.png > vllm.json
 

@@ -53,14 +53,18 @@ def bars(passes: Sequence[Pass]) -> list[Bar]:
     first = {each.run: each for each in passes if each.number == 1}
     beside = {each.run: each for each in ratios(list(first.values()), CEILING)}
     for run in ("ram", "ram_nvme"):
-        if run in beside:
+        if run in beside and _from_kvfs(first[run]):
             ttft, speed = beside[run].ttft, beside[run].input_tokens_s
             found.append(Bar(f"{run}: mean TTFT ÷ ceiling, at most", ttft, BAR_TTFT, ttft <= BAR_TTFT))
             found.append(Bar(f"{run}: input tokens/s ÷ ceiling, at least", speed, BAR_INPUT, speed >= BAR_INPUT))
-    if "restarted" in beside:
+    if "restarted" in beside and _from_kvfs(first["restarted"]):
         ttft = beside["restarted"].ttft
         found.append(Bar("restarted: mean TTFT ÷ ceiling, at most", ttft, BAR_RESTARTED, ttft <= BAR_RESTARTED))
     return found
+
+
+def _from_kvfs(one: Pass) -> int:
+    return one.counts.ram + one.counts.nvme
 
 
 def times(found: Result) -> Table:
@@ -134,6 +138,12 @@ def remarks(found: Result) -> list[str]:
     lines += [
         f"{bar.what} {bar.limit:g}: {bar.value:.2f}, {'met' if bar.is_met else '[bold]missed[/bold]'}"
         for bar in found.bars
+    ]
+    lines += [
+        f"{each.run}, pass {each.number}: no token came from kvfs, so there is nothing to judge: vLLM's own cache held what "
+        "was asked for (--engine-prefixes)"
+        for each in found.passes
+        if each.run not in (ALONE, CEILING) and not _from_kvfs(each)
     ]
     alone = [each for each in found.ratios if each.beside == ALONE and each.run != CEILING]
     lines += [
