@@ -50,7 +50,7 @@ def maker(name: str) -> Callable[[Clock], Policy[Any]]:
     def make(clock: Clock) -> Policy[Any]:
         try:
             policy: Policy[Any] = made(clock)
-        except Exception as error:
+        except Exception as error:  # as above
             raise UsageError(f"policy {name!r} cannot be made: {error}") from error
         return policy
 

@@ -7,7 +7,7 @@ that it could be kept for. It is the value by which `kvfs.policies.learned` evic
 
 Only a sample is watched, chosen by key, in the tier or gone from it, so that neither memory nor the pause of `rebuild`
 grows with the cache. (Conversations, 2 and 5 % of the chunks: a hit ratio of .1527 and .2214 with all entries watched,
-of .1503 and .2212 with `_MAX_WATCHED`.)
+of .1530 and .2210 with `_MAX_WATCHED`.)
 """
 
 from __future__ import annotations
