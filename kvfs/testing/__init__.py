@@ -108,13 +108,16 @@ class FaultySystem(System):
 
 
 class SlowSystem(System):
-    """A system with a slow device. Attributes: read_delay_s: what each read takes longer."""
+    """A system with a slow device. Attributes: read_delay_s: what each read takes longer; read_gate: while clear, reads wait."""
 
     def __init__(self) -> None:
         self.read_delay_s = 0.0
+        self.read_gate = threading.Event()
+        self.read_gate.set()
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See `System`."""
+        self.read_gate.wait()
         if self.read_delay_s:
             time.sleep(self.read_delay_s)
         return super().preadv(fd, buffers, offset)

@@ -128,7 +128,7 @@ async def test_store_match_load(tmp_path: Path, stream: bool) -> None:
             assert await in_thread(lambda: load_all(client, chain, stream=stream)) == [Tier.RAM] * 6
             assert client.statistics.failures == 0
             await eventually(lambda: daemon.store.statistics().num_leases == 0)
-            assert daemon.store.counters.loads_nvme == 6
+            await eventually(lambda: daemon.store.counters.loads_nvme == 6)
 
 
 async def test_match_stops_at_the_first_missing_chunk(tmp_path: Path) -> None:

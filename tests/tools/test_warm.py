@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvfs.testing import DEADLINE_S, wait_until
+
 from .conftest import KVFS, NAMESPACE, Mount, kvfs, store
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
@@ -106,7 +108,7 @@ def test_it_can_be_ended(mount: Mount) -> None:
     start_again(mount)
     process = subprocess.Popen([KVFS, "warm", str(mount.path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=DEADLINE_S)
     assert process.returncode in (0, 130, -signal.SIGINT)  # before it began, while it worked, or when it was done
-    assert mount.json("status")["num_leases"] == 0
+    wait_until(lambda: mount.json("status")["num_leases"] == 0, "its session has ended")
     assert kvfs("umount", mount.path).returncode == 0
