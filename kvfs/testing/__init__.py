@@ -229,12 +229,12 @@ def new_chunks(chain: KeyChain, begin: int = 0, end: int | None = None) -> list[
 
 @asynccontextmanager
 async def open_table(
-    directory: Path, namespace: Namespace, system: System | None = None, **settings: Any
+    directory: Path, namespace: Namespace | None = None, system: System | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Store, ChunkTable]]:
-    """A store with `settings_in` the directory, and the table of the namespace."""
+    """A store with `settings_in` the directory, and the table of the namespace, `tiny_namespace` unless given."""
     async with open_store(settings_in(directory, **settings), system) as store:
         try:
-            yield store, store.attach(namespace)
+            yield store, store.attach(namespace or tiny_namespace())
         finally:
             if isinstance(system, FaultySystem):  # a test that failed would wait for ever
                 system.open_gates()

@@ -15,10 +15,8 @@ import pytest
 
 from kvfs.client import RETRY_S, Client
 from kvfs.errors import UnavailableError
-from kvfs.keys import KeyChain
 from kvfs.loading import Load
 from kvfs.messages import StoreStatus
-from kvfs.namespace import Namespace
 from kvfs.testing import (
     DEADLINE_S,
     chain_of,
@@ -26,44 +24,23 @@ from kvfs.testing import (
     new_chunks,
     payload_of,
     plain_mount,
-    settings_in,
     sized_namespace,
-    socket_path,
     tiny_namespace,
     wait_until,
 )
 from kvfs.testing.daemon import DaemonProcess
+
+from .clients import client_of, start, store_prompt
 
 NS = tiny_namespace()
 MIB = sized_namespace(1 << 20)
 SLACK_S = 20.0  # for cores that are busy; a client that waits for the daemon would wait until it goes on, for ever
 
 
-def start(directory: Path, **settings: int) -> DaemonProcess:
-    return DaemonProcess.start(settings_in(directory, **settings), socket_path(directory))
-
-
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
     with start(tmp_path, ram=16 << 20) as daemon:
         yield daemon
-
-
-def client_of(directory: Path, namespace: Namespace = NS, **options: float) -> Client:
-    return Client(plain_mount(directory), namespace, **{"deadline_s": DEADLINE_S, **options})  # type: ignore[arg-type]
-
-
-def store_chain(client: Client, chain: KeyChain, *, at_once: int = 4) -> list[StoreStatus]:
-    """Reserve, fill and publish, a few chunks at a time."""
-    statuses: list[StoreStatus] = []
-    new = new_chunks(chain)
-    for begin in range(0, len(new), at_once):
-        reservations = client.store(new[begin : begin + at_once])
-        for reservation in reservations:
-            if reservation.payload is not None:
-                reservation.payload[:] = payload_of(reservation.chunk.chain, reservation.geometry)  # type: ignore[arg-type]
-        statuses += client.publish(reservations)
-    return statuses
 
 
 def until(condition: Callable[[], object]) -> float:
@@ -91,7 +68,7 @@ def test_a_stopped_daemon_is_a_miss_within_the_deadline(tmp_path: Path, daemon: 
     """match, load and store come back empty-handed in time; processes start as fast as ever; SIGCONT heals."""
     chain = chain_of(NS, 3)
     with client_of(tmp_path) as client:
-        assert store_chain(client, chain) == [StoreStatus.STORED] * 3
+        assert store_prompt(client, chain) == [StoreStatus.STORED] * 3
         with daemon.stopped(), impatient(client, 0.3):
             for call in (
                 lambda: client.match(chain.chains).count,
@@ -123,7 +100,7 @@ def test_a_stopped_daemon_and_a_streamed_load(tmp_path: Path) -> None:
     """A load whose layers were still on their way ends with its deadline, and closing it does not hang."""
     chain = chain_of(MIB, 6)
     with start(tmp_path, ram=16 << 20), client_of(tmp_path, MIB) as client:
-        store_chain(client, chain)
+        store_prompt(client, chain)
     with start(tmp_path, ram=16 << 20) as daemon, client_of(tmp_path, MIB) as client:
         client.attach()
         loads: list[Load] = []
@@ -185,7 +162,7 @@ def test_a_daemon_that_is_gone(tmp_path: Path) -> None:
     chain = chain_of(NS, 3)
     with client_of(tmp_path) as client:
         with start(tmp_path) as daemon:
-            store_chain(client, chain)
+            store_prompt(client, chain)
             assert daemon.flush()
             daemon.kill()
         begin = time.monotonic()
@@ -233,7 +210,7 @@ def test_a_killed_client_gives_back_what_it_held(tmp_path: Path, daemon: DaemonP
     """Leases and reservations return at once, and the RAM they held is usable."""
     chain = chain_of(MIB, 6)
     with client_of(tmp_path, MIB) as client:
-        store_chain(client, chain)
+        store_prompt(client, chain)
         assert daemon.flush()
         used = daemon.statistics()["ram"]["used_bytes"]
         holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(tmp_path / "mount")], stdout=subprocess.PIPE)
@@ -247,14 +224,14 @@ def test_a_killed_client_gives_back_what_it_held(tmp_path: Path, daemon: DaemonP
         until(lambda: daemon.statistics()["ram"]["used_bytes"] == used)
         holder.wait()
         holder.stdout.close()
-        assert store_chain(client, chain_of(MIB, 14, 2), at_once=2) == [StoreStatus.STORED] * 14
+        assert store_prompt(client, chain_of(MIB, 14, 2), at_once=2) == [StoreStatus.STORED] * 14
 
 
 def test_a_stopped_client_stops_nobody_else(tmp_path: Path, daemon: DaemonProcess) -> None:
     """A client that is alive keeps its leases for as long as it lives; others go on."""
     chain = chain_of(MIB, 6)
     with client_of(tmp_path, MIB) as client:
-        store_chain(client, chain)
+        store_prompt(client, chain)
         assert daemon.flush()
         holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(tmp_path / "mount")], stdout=subprocess.PIPE)
         assert holder.stdout is not None
@@ -275,7 +252,7 @@ def test_a_terminated_daemon_writes_what_is_dirty(tmp_path: Path) -> None:
     """SIGTERM: every published chunk is there at the next start."""
     chain = chain_of(MIB, 12)
     with start(tmp_path, ram=16 << 20) as daemon, client_of(tmp_path, MIB) as client:
-        assert store_chain(client, chain, at_once=2) == [StoreStatus.STORED] * 12
+        assert store_prompt(client, chain, at_once=2) == [StoreStatus.STORED] * 12
         assert daemon.terminate() == 0
     with start(tmp_path, ram=16 << 20), client_of(tmp_path, MIB) as client:
         assert load_right(client, chain) == set(chain.keys)

@@ -11,7 +11,7 @@ import pytest
 
 from kvfs.testing import DEADLINE_S, wait_until
 
-from .conftest import KVFS, NAMESPACE, Mount, kvfs, store
+from .conftest import KVFS, NAMESPACE, Mount, assert_refused, kvfs, store
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 
@@ -45,10 +45,7 @@ def start_again(mount: Mount) -> None:
     ],
 )
 def test_mistakes_end_with_one_sentence(arguments: list[str], sentence: str) -> None:
-    result = kvfs(*arguments)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"kvfs: {sentence}")
-    assert result.stderr.count("\n") == 1
+    assert_refused(kvfs(*arguments), sentence)
 
 
 def test_prefixes_files_and_namespaces(mount: Mount) -> None:
