@@ -34,7 +34,7 @@ from kvfs.prefetch import BY_CHAIN_PRIORITY, Order, Prefetcher, Reason
 from kvfs.promotion import Promoter, Promotion, drop_corrupt
 from kvfs.residency import NameObserver, Observer, Residency
 from kvfs.staging import Staged
-from kvfs.statistics import Capacity, Statistics, TierStatistics, VolumeStatistics, gauges
+from kvfs.statistics import Capacity, Statistics, TierStatistics, Unwritten, VolumeStatistics, gauges
 from kvfs.storing import Storing
 from kvfs.system import System
 from kvfs.tiers.nvme import Slice, check_header
@@ -55,6 +55,8 @@ class Store:
 
     Attributes: settings, catalog, counters, events, arena, volumes (none for a RAM cache), limits, staging.
     settle_taken_over: returns when what was removed does not come back by a takeover.
+    is_taking_over: whether what a daemon before us left is being looked at.
+    unwritten: at the end, what was not on NVMe then; None if all of it was.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class Store:
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self.settle_taken_over: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        self.is_taking_over = False
+        self.unwritten: Unwritten | None = None
         self._used: set[Chunk] = set()
         self._started_ns = system.time_ns()
         self._promoter: Promoter | None = None
@@ -400,6 +404,7 @@ class Store:
                 stripe.directory, stripe.tier.extents.capacity, stripe.tier.extents.used_bytes,
                 len(stripe.tier.policy), "direct" if stripe.tier.volume.is_direct else "buffered",
                 stripe.tier.is_degraded, self._writer.dirty_bytes_of(stripe) if self._writer is not None else 0,
+                stripe.commits.is_disk_full,
             )
             for stripe in self._residency.nvme or ()
         }  # fmt: skip
@@ -418,6 +423,12 @@ class Store:
         return render(self.counters, gauges(self.statistics()))
 
     # life
+
+    def what_is_unwritten(self, *, is_kept: bool) -> Unwritten:
+        """What would be lost, or stay in RAM, if the store ended now, and why it is not on NVMe."""
+        now = self.statistics()
+        reason = self._writer.failure if self._writer is not None else ""
+        return Unwritten(now.num_dirty, now.dirty_bytes, reason or "there was not enough time", is_kept)
 
     async def flush(self, deadline_s: float = _FLUSH_AT_END_S) -> bool:
         """Wait until nothing is dirty; returns False if the deadline came first."""

@@ -109,10 +109,10 @@ async def test_short_chunks(tmp_path: Path) -> None:
     """The last chunk of a prompt may be shorter than the others."""
     chain = KeyChain(chain_of(NS, 0).root, 16, list(range(23)))
     short = NewChunk(chain.short_chain(7), chain.keys[0], 1, 7)
-    async with open_table(tmp_path) as (store, table):
+    async with open_table(tmp_path, NS) as (store, table):
         await store_chain(store, table, chain)
         assert await store_chunk(store, table, short) is STORED
-    async with open_table(tmp_path) as (store, table):
+    async with open_table(tmp_path, NS) as (store, table):
         chunk = table.chunks[key_of(chain.short_chain(7))]
         geo = NS.derived[7]
         assert chunk.num_tokens == 7

@@ -54,7 +54,7 @@ def test_the_choice(tmp_path: Path) -> None:
 
     assert chosen(Path(good), None) == good
     assert chosen(None, "/found") == "/found"
-    with pytest.raises(UsageError, match="^--python: /other has no X 1 with y$"):
+    with pytest.raises(UsageError, match=r"^--python: /other has no X 1 with y$"):
         chosen(Path("/other"), good)
-    with pytest.raises(UsageError, match="^there is no X 1 here: `make bench-x` sets one up"):
+    with pytest.raises(UsageError, match=r"^there is no X 1 here: `make bench-x` sets one up"):
         chosen(None, None)
