@@ -155,5 +155,24 @@ def test_a_daemon_that_is_told_to_end_while_its_device_hangs(
     assert reader.wait(DEADLINE_S) != 0
 
 
+def test_a_killed_warm_gives_back_what_it_held(faulty: FaultyDaemon, engines: Any, reap: Any, wait: Any) -> None:
+    """Kill -9 while the device does not answer: the daemon ends its session, and with it the leases."""
+    faulty.seconds = DEADLINE_S
+    faulty.start()
+    engines(faulty.path).store("abcdefgh")
+    assert faulty.stop() == 0
+    faulty.start()
+    faulty.tell("hang")
+    warm = reap(
+        subprocess.Popen([sys.executable, "-m", "kvfs.tools.cli", "warm", faulty.path], stdout=subprocess.DEVNULL)
+    )
+    wait(lambda: faulty.status()["num_leases"] >= 8, "it holds what it warms")
+    warm.kill()
+    wait(lambda: faulty.status()["num_sessions"] == 0, "its session has ended")
+    faulty.directory.joinpath("hang").unlink()
+    wait(lambda: faulty.status()["num_leases"] == 0, "nothing is held for it")
+    assert faulty.stop() == 0
+
+
 def _prefixes(path: str) -> list[str]:
     return [path[:end] for end in range(1, len(path) + 1)]

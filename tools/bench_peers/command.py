@@ -15,7 +15,7 @@ from rich.table import Table
 
 import kvfs
 from kvfs.errors import UsageError
-from kvfs.tools.bench import rig
+from kvfs.tools.bench.scratch import scratch_below
 from kvfs.tools.bench_peers.finding import VERSION, installed_lmcache, is_known
 from kvfs.tools.bench_peers.measuring import MODELS, STEPS_A_ROUND, Measured, Model, measure
 from kvfs.tools.bench_peers.results import OURS, Comparison
@@ -95,7 +95,7 @@ def compare(python: str, models: list[Model], rounds: int, directory: Path) -> C
     found: list[Measured] = []
     with (
         interruptible() as ignore,
-        rig.scratch(directory) as scratch,
+        scratch_below(directory) as scratch,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("starting", total=STEPS_A_ROUND * (rounds + 1) * len(models) + 1)
