@@ -8,6 +8,7 @@ Concurrency: belongs to the event loop's thread; the transaction runs in a threa
 
 from __future__ import annotations
 
+import errno
 import logging
 import sqlite3
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import trio
 from kvfs import namespace as namespaces
 from kvfs.admission import Spent
 from kvfs.documents import Document, Documents
-from kvfs.errors import UnavailableError
+from kvfs.errors import DiskFullError, UnavailableError
 from kvfs.index import Batch, ChunkRow, Index, LimitRow, NamespaceRow
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,9 @@ class Commits:
     """The queue in front of the index. `run` must be running for anything to become durable.
 
     The documents of namespaces, where they are kept, are durable before the rows of their namespaces are.
+
+    Attributes: is_disk_full: the last transaction failed for want of room; began: when the one that is under way did, of
+    trio's clock, None if none is.
     """
 
     def __init__(self, index: Index, documents: Documents | None = None) -> None:
@@ -48,6 +52,8 @@ class Commits:
         self._wake = trio.Event()
         self._limiter = trio.CapacityLimiter(1)
         self._is_failing = False
+        self.is_disk_full = False
+        self.began: float | None = None
 
     def put(self, row: ChunkRow) -> None:
         """A chunk became clean. If the commit fails the row is forgotten: the caller learns of it from `flush`."""
@@ -102,10 +108,17 @@ class Commits:
         self._wake.set()
 
     async def flush(self) -> None:
-        """Wait until all that was asked for so far is durable. Raises UnavailableError if the index failed."""
+        """Wait until all that was asked for so far is durable. Raises UnavailableError if the index failed.
+
+        Waits for ever while the device hangs: bound it.
+        """
         current = self._round
         self._wake.set()
         await current.done.wait()
+        if current.error is not None and _says_full(current.error):
+            raise DiskFullError(
+                f"the file system of {self._index.path} is full: what was asked for is in force, and durable once there is room"
+            )
         if current.error is not None:
             raise UnavailableError(f"the index could not be written: {current.error}")
 
@@ -118,6 +131,7 @@ class Commits:
 
     async def _commit_round(self) -> None:
         current, self._round = self._round, _Round()
+        self.began = trio.current_time()
         try:
             if current.batch:
                 await trio.to_thread.run_sync(self._commit, current.batch, limiter=self._limiter)
@@ -125,15 +139,18 @@ class Commits:
             if not self._is_failing:
                 log.error("the index could not be written, trying again: %s", error)
             self._is_failing = True
+            self.is_disk_full = _says_full(error)
             current.error = error
             self._keep_for_next_round(current)
             current.done.set()
+            self.began = None
             await trio.sleep(_RETRY_S)
             self._wake.set()
             return
+        self.began = None
         if self._is_failing and current.batch:
             log.info("the index can be written again")
-            self._is_failing = False
+            self._is_failing = self.is_disk_full = False
         for offset, length, free in current.extents:
             free(offset, length)
         current.done.set()
@@ -163,3 +180,10 @@ class Commits:
         batch.spent = batch.spent or failed.batch.spent
         batch.learnt = failed.batch.learnt | batch.learnt
         self._round.extents[:0] = failed.extents
+
+
+def _says_full(error: sqlite3.Error | OSError) -> bool:
+    """Whether it was for want of room."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL

@@ -8,6 +8,7 @@
     │   └── CorruptChunk     a chunk whose header or layer checksum is wrong: proven bad, may be dropped
     ├── CapacityError        no room now; nothing was lost, trying later may succeed
     └── UnavailableError     the daemon or a device did not answer in time; says nothing about the bytes
+        └── DiskFullError    an index or a document found no room on its file system; it is tried again
 
 Only `CorruptChunk` allows a chunk to be deleted. The errno for each class is chosen in `kvfs.mount.errnos`, the
 exit code in `kvfs.tools.commands`.
@@ -44,3 +45,7 @@ class CapacityError(KvfsError):
 
 class UnavailableError(KvfsError):
     """The daemon or a device gave no answer within the deadline."""
+
+
+class DiskFullError(UnavailableError):
+    """The file system of an index is full: what was asked for is in force, and durable once there is room."""

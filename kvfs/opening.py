@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -26,7 +27,7 @@ from kvfs.commits import Commits
 from kvfs.config import MIN_TIER_BYTES, Settings, VolumeSetting, exact_size, format_size
 from kvfs.documents import Documents
 from kvfs.erasing import Eraser
-from kvfs.errors import UsageError
+from kvfs.errors import UnavailableError, UsageError
 from kvfs.index import FILE_NAME, Index
 from kvfs.memory import largest_arena
 from kvfs.metrics import Counters, EventLog
@@ -166,13 +167,21 @@ def _begin_takeover(kept: kept_places.Kept, store: Store, residency: Residency, 
     return takeover
 
 
-def _leave(arena: Arena, *, is_flushed: bool) -> None:
+async def _flush(store: Store) -> bool:
+    """Whether all of it is on NVMe now."""
+    try:
+        return await store.flush()
+    except UnavailableError as error:
+        log.error("what was removed last may come back: %s", error)
+        return not store.statistics().num_dirty
+
+
+def _leave(arena: Arena, store: Store, *, is_flushed: bool) -> None:
     """An end in order: the arena goes, unless somebody wants it to stay, or what is dirty is nowhere else."""
     arena.is_to_stay = arena.kept is not None and (arena.kept.is_to_stay() or not is_flushed)
-    if not is_flushed and arena.is_to_stay:
-        log.error("not everything could be written to NVMe; what is dirty stays in RAM, for the next mount here")
-    elif not is_flushed:
-        log.error("not everything could be written to NVMe; dirty chunks are lost")
+    if not is_flushed:
+        store.unwritten = store.what_is_unwritten(is_kept=arena.is_to_stay)
+        log.error("%s", store.unwritten.sentence)
     elif arena.is_to_stay:
         log.info("the RAM tier stays, for the next mount here: %s", format_size(arena.size_bytes))
 
@@ -304,7 +313,7 @@ async def open_store(
             volumes = [each.volume for each in opened]
             store = Store(settings, system, residency, nursery, arena, volumes, missing)
             life = trio.CancelScope(shield=True)
-            takeover, is_taking_over = None, False
+            takeover = None
             if arena.kept is not None:
                 with _told("the RAM tier"):
                     _bind(arena.kept, volumes)
@@ -313,18 +322,21 @@ async def open_store(
             store.run_in(nursery, life)
             nursery.start_soon(remembering.keep, residency)
             try:
-                await residency.settle()  # rows that were dropped are gone before their extents are used
+                await residency.settle(
+                    patience_s=math.inf
+                )  # rows that were dropped are gone before their extents are used
                 if takeover is not None:
                     store.settle_taken_over = takeover.settle
                     nursery.start_soon(takeover.run)
-                    is_taking_over = True
+                    store.is_taking_over = True
                 yield store
             finally:
                 with trio.CancelScope(shield=True):
-                    if takeover is not None and is_taking_over:
+                    if takeover is not None and store.is_taking_over:
                         await takeover.is_over.wait()  # what is dirty may be among what was not looked at yet
                         takeover.life.cancel()
-                    _leave(arena, is_flushed=await store.flush())
+                    store.is_taking_over = False
+                    _leave(arena, store, is_flushed=await _flush(store))
                     await remembering.at_the_end(residency)
                 life.cancel()
                 nursery.cancel_scope.cancel()

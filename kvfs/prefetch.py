@@ -42,6 +42,7 @@ BY_CHAIN_PRIORITY = -1
 _ORDERS = 64
 LOOK_AGAIN_S = 0.02
 """How soon to look again whether there is room in RAM."""
+_PATIENCE_S = 5.0  # after which the next are begun: a volume that hangs does not keep the others from it
 
 
 class Reason(Enum):
@@ -99,6 +100,7 @@ class Prefetcher:
         self._numbers = itertools.count()
         self._unused: dict[Chunk, Reason] = {}
         self._unused_bytes = dict.fromkeys(Reason, 0)
+        self._hanging: dict[int, Promotion] = {}  # by number of the volume
         self._wake = trio.Event()
         residency.ram.on_drop.append(self._left_ram)
 
@@ -173,6 +175,25 @@ class Prefetcher:
         if promotion.error is not None:
             self._left_ram(promotion.chunk)
 
+    def _hangs(self, promotions: Sequence[Promotion]) -> None:
+        """These do not end: they take no room from others, and nothing more is begun on their volumes until they do."""
+        for promotion in promotions:
+            if promotion.num_left:
+                self._hanging[promotion.chunk.volume] = promotion
+                self._left_ram(promotion.chunk)
+
+    def _does_hang(self, chunk: Chunk) -> bool:
+        promotion = self._hanging.get(chunk.volume)
+        if promotion is not None and not promotion.num_left:
+            del self._hanging[chunk.volume]
+            return False
+        return promotion is not None
+
+    async def _wait_for_all(self, promotions: Sequence[Promotion], have_ended: trio.Event) -> None:
+        for promotion in promotions:
+            await self._wait_for(promotion)
+        have_ended.set()
+
     def _left_ram(self, chunk: Chunk) -> None:
         if (reason := self._forget(chunk)) is not None:
             self._count(reason, "wasted")
@@ -203,6 +224,10 @@ class Prefetcher:
 
     async def run(self) -> None:
         """Carry out orders, for ever."""
+        async with trio.open_nursery() as nursery:
+            await self._run_in(nursery)
+
+    async def _run_in(self, nursery: trio.Nursery) -> None:
         while True:
             self._wake = trio.Event()
             order = self._first()
@@ -211,8 +236,12 @@ class Prefetcher:
                 continue
             promotions = self._begin(order)
             if promotions:
-                for promotion in promotions:
-                    await self._wait_for(promotion)
+                have_ended = trio.Event()
+                nursery.start_soon(self._wait_for_all, promotions, have_ended)
+                with trio.move_on_after(_PATIENCE_S) as patience:
+                    await have_ended.wait()
+                if patience.cancelled_caught:
+                    self._hangs(promotions)
             elif not order.is_over:  # no room
                 with trio.move_on_after(LOOK_AGAIN_S):
                     await self._wake.wait()
@@ -235,6 +264,9 @@ class Prefetcher:
         while (chunk := order.next()) is not None:
             if chunk.ram != NOWHERE or chunk.is_removed or self._promoter.is_under_way(chunk):
                 self._residency.release(order.take())  # somebody has it already, or nobody wants it
+                continue
+            if self._does_hang(chunk):
+                self.drop(order.take(), order.reason)
                 continue
             if begun and size + chunk.length > IN_FLIGHT_BYTES:
                 break

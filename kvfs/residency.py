@@ -38,6 +38,9 @@ from kvfs.tiers.ram import RamTier
 
 log = logging.getLogger(__name__)
 
+PATIENCE_S = 25.0  # below what the mount gives a request
+_LEAST_PATIENCE_S = 0.5
+
 Change = Literal["published", "removed", "moved"]
 Observer = Callable[[Change, Chunk, PrefixDirectory[Chunk] | None], None]
 NameObserver = Callable[[ChunkTable, Renamed[Chunk]], None]
@@ -299,15 +302,16 @@ class Residency:
         self.catalog.discard(chunk)
         chunk.nvme = NOWHERE
 
-    async def settle(self, chunks: Collection[Chunk] | None = None) -> None:
+    async def settle(self, chunks: Collection[Chunk] | None = None, patience_s: float | None = None) -> None:
         """Wait until what became of these chunks is durable, or of anything. Raises UnavailableError.
 
-        What is true of all volumes, as limits are, is durable once one of them has it.
+        What is true of all volumes, as limits are, is durable once one of them has it. A volume that does not answer is
+        waited for `patience_s`, `PATIENCE_S` unless given, and hardly any more by those who come later.
         """
         if self.nvme is None:
             return
         stripes = list(self.nvme) if chunks is None else self.nvme.holding(chunks)
-        failures = await _each(stripes, lambda stripe: stripe.commits.flush())
+        failures = await _each(stripes, lambda stripe: _patiently(stripe, stripe.commits.flush, patience_s))
         if failures and (chunks is not None or len(failures) == len(stripes)):
             raise failures[0]
 
@@ -316,7 +320,7 @@ class Residency:
         await self.settle(chunks)
         if self.nvme is not None:
             stripes = list(self.nvme) if chunks is None else self.nvme.holding(chunks)
-            await _each(stripes, lambda stripe: stripe.eraser.flush())
+            await _each(stripes, lambda stripe: _patiently(stripe, stripe.eraser.flush, None))
 
     def _give_back(self, chunk: Chunk) -> None:
         self.ram.drop(chunk)
@@ -489,6 +493,19 @@ def _built_on(policies: Sequence[Policy[Chunk]], chunks: Collection[Chunk]) -> N
             prefix = chunk.prefix()
             for policy in policies:
                 policy.built_on(prefix)
+
+
+async def _patiently(stripe: Stripe, wait: Callable[[], Awaitable[None]], patience_s: float | None) -> None:
+    """Wait for a volume, but not for ever. Raises UnavailableError, also where `wait` does."""
+    began = stripe.commits.began
+    waited_s = 0.0 if began is None else trio.current_time() - began
+    most_s = PATIENCE_S if patience_s is None else patience_s
+    with trio.move_on_after(max(_LEAST_PATIENCE_S, most_s - waited_s)):
+        await wait()
+        return
+    raise UnavailableError(
+        f"the volume in {stripe.directory} does not answer: what was asked for is in force, and durable once it does"
+    )
 
 
 async def _each(stripes: Sequence[Stripe], wait: Callable[[Stripe], Awaitable[None]]) -> list[UnavailableError]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvfs.config import format_size
 from kvfs.metrics import Gauge
 
 
@@ -30,7 +31,10 @@ class TierStatistics(msgspec.Struct, frozen=True):
 
 
 class VolumeStatistics(msgspec.Struct, frozen=True):
-    """One volume of the NVMe tier; `kind` is "missing" of one that could not be opened at the start."""
+    """One volume of the NVMe tier.
+
+    `kind` is "missing" of one that could not be opened at the start; `is_disk_full`: its index finds no room beside it.
+    """
 
     directory: str
     capacity_bytes: int
@@ -39,6 +43,23 @@ class VolumeStatistics(msgspec.Struct, frozen=True):
     kind: str
     is_degraded: bool
     dirty_bytes: int
+    is_disk_full: bool = False
+
+
+class Unwritten(msgspec.Struct, frozen=True):
+    """What was not on NVMe when a store ended; `is_kept`: it stays in RAM, for the next one."""
+
+    num_chunks: int
+    size_bytes: int
+    reason: str
+    is_kept: bool
+
+    @property
+    def sentence(self) -> str:
+        """It for people."""
+        count = f"{self.num_chunks:,} chunk{'' if self.num_chunks == 1 else 's'}"
+        end = "stay in RAM, for the next mount here" if self.is_kept else "are lost"
+        return f"{count}, {format_size(self.size_bytes)}, could not be written to NVMe and {end}: {self.reason}"
 
 
 class Statistics(msgspec.Struct, frozen=True):

@@ -18,27 +18,28 @@ import trio
 from kvfs.admission import Admission
 from kvfs.arena import Arena
 from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
-from kvfs.chunk import Facts, geometry, parse_header, verify_payload
+from kvfs.chunk import Facts, geometry
 from kvfs.cold_reads import ColdReads
 from kvfs.config import Settings, VolumeSetting
 from kvfs.documents import Document
-from kvfs.errors import CorruptChunk, UnavailableError, UsageError
+from kvfs.errors import UnavailableError, UsageError
 from kvfs.explaining import explain
 from kvfs.intake import Handed, Reservation
 from kvfs.keys import Key
 from kvfs.limits import Limits
 from kvfs.messages import Explained, NewChunk, StoreStatus, Tier, Warmth
-from kvfs.metrics import Counters, render
+from kvfs.metrics import render
 from kvfs.namespace import Namespace
 from kvfs.prefetch import BY_CHAIN_PRIORITY, Order, Prefetcher, Reason
-from kvfs.promotion import Promoter, Promotion, drop_corrupt
+from kvfs.promotion import Promoter, Promotion
+from kvfs.reading import Reading
 from kvfs.residency import NameObserver, Observer, Residency
 from kvfs.staging import Staged
-from kvfs.statistics import Capacity, Statistics, TierStatistics, VolumeStatistics, gauges
+from kvfs.standing import Standing
+from kvfs.statistics import Capacity, Statistics, Unwritten, gauges
 from kvfs.storing import Storing
 from kvfs.system import System
-from kvfs.tiers.nvme import Slice, check_header
-from kvfs.volume import Volume, aligned_buffer
+from kvfs.volume import Volume
 from kvfs.write_behind import WriteBehind
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class Store:
 
     Attributes: settings, catalog, counters, events, arena, volumes (none for a RAM cache), limits, staging.
     settle_taken_over: returns when what was removed does not come back by a takeover.
+    is_taking_over: whether what a daemon before us left is being looked at.
+    unwritten: at the end, what was not on NVMe then; None if all of it was.
     """
 
     def __init__(
@@ -70,7 +73,6 @@ class Store:
         self.settings = settings
         self.system = system
         self.volumes = volumes
-        self._missing = missing
         self.arena = arena
         self.counters = residency.counters
         self.events = residency.events
@@ -78,6 +80,8 @@ class Store:
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self.settle_taken_over: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        self.is_taking_over = False
+        self.unwritten: Unwritten | None = None
         self._used: set[Chunk] = set()
         self._started_ns = system.time_ns()
         self._promoter: Promoter | None = None
@@ -94,6 +98,8 @@ class Store:
             self._cold = ColdReads(residency, residency.nvme)
         self._storing = Storing(settings, system, residency, self.limits, self._writer, self._copies)
         self.staging = self._storing.staging
+        self._reading = Reading(residency, self._cold, self._copies)
+        self._standing = Standing(settings, system, residency, self.staging, self._writer, missing, arena.kind)
 
     @property
     def catalog(self) -> Catalog:
@@ -241,44 +247,17 @@ class Store:
 
         Raises CorruptChunk (the chunk was dropped) or UnavailableError.
         """
-        end = min(offset + size, chunk.length)
-        if chunk.ram != NOWHERE:
-            return self._residency.ram.view(chunk.ram + offset, max(0, end - offset))
-        if self._cold is None or chunk.nvme == NOWHERE:
-            raise UnavailableError(f"chunk {chunk.key.hex()} has no bytes")
-        return (await self._cold.read(chunk))[offset:end]
+        return await self._reading.read(chunk, offset, size)
 
     async def facts(self, chunk: Chunk) -> Facts:
         """What the chunk's header says; the caller holds a lease. Raises as `read` does."""
-        geo = geometry(chunk.table.namespace, chunk.num_tokens)
-        nvme = self._residency.nvme
-        if chunk.ram != NOWHERE or nvme is None:
-            return parse_header(geo.namespace, await self.read(chunk, 0, geo.header_bytes))[1]
-        header = aligned_buffer(geo.header_bytes)
-        try:
-            await nvme.of(chunk).tier.read(chunk, Slice(0, geo.header_bytes, 0, 0), header)
-            return check_header(chunk, header)[1]
-        except CorruptChunk as error:
-            drop_corrupt(self._residency, chunk, error)
-            raise
-        except OSError as error:
-            self.counters.io_errors += 1
-            raise UnavailableError(f"chunk {chunk.key.hex()} could not be read: {error}") from error
+        return await self._reading.facts(chunk)
 
     async def examine(self, chunk: Chunk) -> None:
         """A client says that it read wrong bytes: look, and drop what is proven bad."""
         self.lease(chunk)
         try:
-            if chunk.ram != NOWHERE:
-                view = self._residency.ram.view(chunk.ram, chunk.length)
-                await trio.to_thread.run_sync(_verify_whole, chunk, view, limiter=self._copies)
-            elif self._cold is not None:
-                self._cold.forget(chunk)
-                await self._cold.read(chunk)
-        except CorruptChunk as error:
-            drop_corrupt(self._residency, chunk, error)
-        except UnavailableError as error:
-            log.warning("chunk %s could not be examined: %s", chunk.key.hex(), error)
+            await self._reading.examine(chunk)
         finally:
             self.release(chunk)
 
@@ -362,51 +341,11 @@ class Store:
 
     def capacity(self) -> Capacity:
         """True size and use, as `df` shows them: of NVMe, or of RAM where there is no NVMe."""
-        capacity = self._residency.capacity
-        dirty = self._writer.dirty_bytes if self._writer is not None else 0
-        return Capacity(capacity, min(self._residency.used_bytes + dirty, capacity), self.catalog.num_chunks)
+        return self._standing.capacity()
 
     def statistics(self) -> Statistics:
         """A frozen picture of everything that is counted."""
-        ram, nvme = self._residency.ram, self._residency.nvme
-        counters = {name: getattr(self.counters, name) for name in Counters.__slots__}
-        return Statistics(
-            num_chunks=self.catalog.num_chunks,
-            num_namespaces=len(self.catalog.tables),
-            dirty_bytes=self._writer.dirty_bytes if self._writer else 0,
-            num_dirty=self._writer.num_dirty if self._writer else 0,
-            num_leases=self._residency.num_leases,
-            num_ghosts=len(self._residency.ghosts),
-            num_pinned=len(self._residency.pins),
-            held_bytes=self._residency.pins.held_bytes,
-            num_kept_back=self._residency.num_kept_back,
-            kept_back_bytes=self._residency.kept_back_bytes,
-            admitted_today_bytes=self._writer.admission.spent_on(self.system.time_ns()).num_bytes if self._writer else 0,
-            num_staging=self.staging.num_files,
-            staging_bytes=self.staging.size_bytes,
-            ram=TierStatistics(ram.extents.capacity, ram.extents.used_bytes, len(ram.policy), self.arena.kind),
-            nvme=TierStatistics(
-                nvme.capacity, nvme.used_bytes, nvme.num_chunks,
-                "direct" if all(stripe.tier.volume.is_direct for stripe in nvme) else "buffered", nvme.is_degraded,
-            ) if nvme else None,
-            volumes=self._volume_statistics(),
-            counters=counters,
-        )  # fmt: skip
-
-    def _volume_statistics(self) -> tuple[VolumeStatistics, ...]:
-        """Each volume, in the order of the settings; one that was missing at the start has nothing."""
-        found = {
-            stripe.directory: VolumeStatistics(
-                stripe.directory, stripe.tier.extents.capacity, stripe.tier.extents.used_bytes,
-                len(stripe.tier.policy), "direct" if stripe.tier.volume.is_direct else "buffered",
-                stripe.tier.is_degraded, self._writer.dirty_bytes_of(stripe) if self._writer is not None else 0,
-            )
-            for stripe in self._residency.nvme or ()
-        }  # fmt: skip
-        found |= {
-            each.directory: VolumeStatistics(each.directory, 0, 0, 0, "missing", True, 0) for each in self._missing
-        }
-        return tuple(found[each.directory] for each in self.settings.nvme if each.directory in found)
+        return self._standing.statistics()
 
     def volume_directory(self, chunk: Chunk) -> str | None:
         """The directory of the volume that the chunk is on; None if it is on none."""
@@ -418,6 +357,10 @@ class Store:
         return render(self.counters, gauges(self.statistics()))
 
     # life
+
+    def what_is_unwritten(self, *, is_kept: bool) -> Unwritten:
+        """What would be lost, or stay in RAM, if the store ended now, and why it is not on NVMe."""
+        return self._standing.unwritten(is_kept=is_kept)
 
     async def flush(self, deadline_s: float = _FLUSH_AT_END_S) -> bool:
         """Wait until nothing is dirty; returns False if the deadline came first."""
@@ -470,8 +413,3 @@ class Store:
             elif chunk.is_dirty and not chunk.is_removed:
                 dirty.add(chunk)
         self._used = dirty
-
-
-def _verify_whole(chunk: Chunk, view: memoryview) -> None:
-    geo, facts = check_header(chunk, view)
-    verify_payload(geo, facts, view)

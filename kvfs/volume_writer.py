@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 
@@ -27,6 +28,7 @@ _MAX_GROUP_BYTES = 256 << 20
 _MAX_WRITTEN_GROUPS = 3  # that wait for the one before them to be durable
 _MAX_RUN_BYTES, _MAX_RUN_CHUNKS = 8 << 20, 256
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 30.0
+_HANGS_AFTER_S = 20.0  # without a run written, a sync or a commit that ended
 
 
 class Progress:
@@ -66,19 +68,23 @@ class _Group:
 class VolumeWriter:
     """The queue of dirty chunks of a volume.
 
-    Attributes: stripe; dirty_bytes, num_dirty: what is waiting or being written.
+    Attributes: stripe; dirty_bytes, num_dirty: what is waiting or being written; failure: why the last write failed, or does
+    not end, "" if it does.
     """
 
     def __init__(self, residency: Residency, stripe: Stripe, progress: Progress) -> None:
         self.stripe = stripe
         self.dirty_bytes = 0
         self.num_dirty = 0
+        self.failure = ""
         self._residency = residency
         self._tier = stripe.tier
         self._progress = progress
         self._queue: deque[Chunk] = deque()
         self._retry_s = _FIRST_RETRY_S
         self._retry_at = 0.0  # of trio's clock
+        self._num_under_way = 0  # groups that are written, or made durable
+        self._num_steps = 0  # of these that ended
 
     def append(self, chunk: Chunk) -> None:
         """A chunk is to be written."""
@@ -93,6 +99,26 @@ class VolumeWriter:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._write_groups, send)
             nursery.start_soon(self._finish_groups, receive)
+            nursery.start_soon(self._watch)
+
+    async def _watch(self) -> None:
+        """Notice a device that neither does nor refuses what it was asked: its chunks may leave RAM unwritten, too."""
+        seen, since = -1, 0.0
+        while True:
+            if not self._num_under_way or seen != self._num_steps:
+                seen, since = self._num_steps, trio.current_time()
+            elif trio.current_time() - since >= _HANGS_AFTER_S:
+                self._is_failing(f"the device has not answered for {_HANGS_AFTER_S:g} s")
+            await trio.sleep(_HANGS_AFTER_S / 8)
+
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
+        self._num_under_way += 1
+        try:
+            yield
+        finally:
+            self._num_under_way -= 1
+            self._num_steps += 1
 
     async def _write_groups(self, send: trio.MemorySendChannel[_Group]) -> None:
         while True:
@@ -104,7 +130,8 @@ class VolumeWriter:
                 offsets = await self._residency.reserve_nvme(self.stripe, group.chunks)
                 group.left = group.chunks[len(offsets) :]
                 group.pairs = [pair for pair in zip(group.chunks, offsets, strict=False) if pair[1] != NOWHERE]
-                await self._transfer(group.pairs)
+                with self._under_way():
+                    await self._transfer(group.pairs)
             except (OSError, UnavailableError) as error:
                 self._failed(group, error)
             else:
@@ -117,13 +144,14 @@ class VolumeWriter:
                 while True:
                     groups.append(receive.receive_nowait())
             try:
-                await self._tier.sync()
-                for group in groups:
-                    for chunk, offset in group.pairs:
-                        if not chunk.is_removed:
-                            self.stripe.commits.put(self.stripe.row(chunk, offset))
-                            group.put.add(chunk)
-                await self.stripe.commits.flush()
+                with self._under_way():
+                    await self._tier.sync()
+                    for group in groups:
+                        for chunk, offset in group.pairs:
+                            if not chunk.is_removed:
+                                self.stripe.commits.put(self.stripe.row(chunk, offset))
+                                group.put.add(chunk)
+                    await self.stripe.commits.flush()
             except (OSError, UnavailableError) as error:
                 for group in reversed(groups):  # each goes to the front of the queue
                     self._failed(group, error)
@@ -133,10 +161,7 @@ class VolumeWriter:
 
     def _failed(self, group: _Group, error: Exception) -> None:
         """Nothing of the group is durable; it is tried again, later and later."""
-        if not self._tier.is_degraded:
-            log.error("writing to NVMe fails, trying again: %s (the volume in %s)", error, self.stripe.directory)
-            self._residency.events.append("degraded", volume=self.stripe.directory, reason=str(error))
-        self._tier.is_degraded = True
+        self._is_failing(str(error))
         self._residency.counters.io_errors += 1
         for chunk, offset in group.pairs:
             if chunk.is_removed:
@@ -145,6 +170,13 @@ class VolumeWriter:
                 self._tier.extents.free(offset, chunk.length)
         self._return_group(group.chunks, group.chunks)
         self._try_later()
+
+    def _is_failing(self, reason: str) -> None:
+        self.failure = reason
+        if not self._tier.is_degraded:
+            log.error("writing to NVMe fails, trying again: %s (the volume in %s)", reason, self.stripe.directory)
+            self._residency.events.append("degraded", volume=self.stripe.directory, reason=reason)
+        self._tier.is_degraded = True
 
     def _finished(self, group: _Group) -> None:
         """The group is durable, but for what the volume has no room for."""
@@ -160,6 +192,7 @@ class VolumeWriter:
             log.warning("writing to NVMe works again (the volume in %s)", self.stripe.directory)
             self._residency.events.append("recovered", volume=self.stripe.directory)
             self._tier.is_degraded = False
+        self.failure = ""
 
     def _try_later(self) -> None:
         self._retry_at = trio.current_time() + self._retry_s
@@ -211,6 +244,7 @@ class VolumeWriter:
                 views = [self._residency.ram.view(chunk.ram, chunk.length) for chunk, _ in run]
                 try:
                     self._tier.volume.write(views, run[0][1])
+                    self._num_steps += 1
                 except OSError as error:
                     failures.append(error)
 

@@ -81,6 +81,13 @@ class WriteBehind:
         """The same of one volume."""
         return self._writers[stripe.number].dirty_bytes
 
+    @property
+    def failure(self) -> str:
+        """Why what is dirty is not written; "" if no volume fails."""
+        return "; ".join(
+            f"{writer.failure} (the volume in {writer.stripe.directory})" for writer in self._writers if writer.failure
+        )
+
     async def drain(self) -> None:
         """Wait until nothing is dirty. Waits for ever while a device fails: bound it."""
         while self.num_dirty:

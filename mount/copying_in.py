@@ -1,4 +1,4 @@
-"""Copying in: what becomes of files and directories that people make in the mount.
+"""Copying in: what becomes of files that people make in the mount; of directories see `made_directories`.
 
 A file is *staged* until it proves itself. One that has the name of a chunk proves it when it is closed, one whose name
 begins with "." when it is renamed; what does not is refused with EINVAL, and is gone when it is closed. An event says
@@ -13,24 +13,21 @@ from __future__ import annotations
 
 import errno
 import re
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
-from kvfs import namespace as namespaces
 from kvfs.catalog import Chunk, ChunkTable
 from kvfs.chunk import geometry, parse_file_name, parse_header
 from kvfs.errors import CapacityError, CorruptChunk
-from kvfs.keys import KEY_BYTES, Key
+from kvfs.keys import Key
 from kvfs.mount.errnos import Refused
+from kvfs.mount.homes import Homes
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations
-from kvfs.mount.nodes import MAX_NAME_BYTES, Fixed, Node, Role
+from kvfs.mount.made_directories import MadeDirectories
+from kvfs.mount.nodes import Fixed, Node, Role
 from kvfs.mount.proof import Proof
 from kvfs.mount.staged_names import (
     MAX_ALIASES,
-    MAX_DRAFT_DIRECTORIES,
-    MAX_DRAFTS,
     Alias,
     Draft,
     DraftDirectory,
@@ -39,47 +36,37 @@ from kvfs.mount.staged_names import (
 )
 from kvfs.mount.tree import Tree
 from kvfs.namespace import MAX_NAMESPACE_JSON_BYTES
-from kvfs.prefixes import PrefixDirectory
 from kvfs.staging import MAX_FILE_BYTES, MAX_TIME_NS
 from kvfs.store import Store
 
-MAX_DEPTH = 128  # of prefix directories that people make; trees of engines are as deep as their prompts branch
 MAX_AGE_S = 600.0  # of a staged file that nobody writes to, of a draft, of a second name
-MAX_EMPTY_DIRECTORIES = 1 << 16  # of prefixes, which people have made: some 30 MB
 _COPY_BYTES = 1 << 20
 _FIRST_BYTES = 64 << 10  # of a file of which nobody knows how large it will be
 _RENAME_NOREPLACE = 1  # rename(2)
-_DIRECTORY = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
 _ALIAS = re.compile(rb"Cu[A-Za-z0-9_-]{6}|\..+")  # as cp and rsync name what they are about to rename
 _JSON = b"namespace.json"
 _CHUNK_NAME = "its key, 32 hex digits, and .safetensors"
 
 
-class _Where(NamedTuple):
-    """What a directory belongs to, whether it is for chunks and not for the namespace.json, and the draft it is in."""
-
-    home: Home
-    is_for_chunks: bool
-    draft: Draft | None = None
-
-
 class CopyingIn:
-    """See the module. The callers translate for the kernel; what is refused raises Refused."""
+    """See the module. The callers translate for the kernel; what is refused raises Refused.
+
+    Attributes: directories: those that people make.
+    """
 
     def __init__(self, store: Store, tree: Tree, inodes: Inodes, invalidations: Invalidations) -> None:
         self._store = store
         self._tree = tree
         self._names = tree.staged
-        self._inodes = inodes
-        self._invalidations = invalidations
         self._proof = Proof(store, tree, inodes)
-        self._made: deque[tuple[float, PrefixDirectory[Chunk]]] = deque()
+        self._homes = Homes(store, tree.staged)
+        self.directories = MadeDirectories(store, tree, self._homes, self._proof, invalidations)
 
     # files
 
     def create(self, parent: Node, name: bytes) -> StagedFile:
         """A new file, open for writing; one with the name of a chunk has no name before it is proven."""
-        home, is_for_chunks, draft = self._where(parent, name)
+        home, is_for_chunks, draft = self._homes.where(parent, name)
         key = _key(name)
         is_hidden = name.startswith(b".")
         if is_for_chunks and key is None and not is_hidden:
@@ -166,7 +153,7 @@ class CopyingIn:
         async with file.lock:
             if not _has_to_prove(file):  # it was renamed meanwhile
                 return
-            is_waiting = not await self._proof.settle(file, self._resolved(file.home))
+            is_waiting = not await self._proof.settle(file, self._homes.resolved(file.home))
             if is_waiting and not self._names.places(file):
                 self._names.files[file.parent_inode, file.name] = file
 
@@ -192,7 +179,7 @@ class CopyingIn:
         node = self._tree.lookup(parent, name)
         if node is None:
             raise Refused(errno.ENOENT)
-        target, is_for_chunks, _ = self._where(new_parent, new_name)
+        target, is_for_chunks, _ = self._homes.where(new_parent, new_name)
         if flags & ~_RENAME_NOREPLACE:
             raise Refused(errno.EINVAL)
         if isinstance(node, Chunk):
@@ -209,7 +196,7 @@ class CopyingIn:
             reason = "it waits under two names, and cannot get a third"
             self._proof.tell(node.home, name, reason, is_for_chunks=is_for_chunks)
             raise Refused(errno.EPERM)
-        if self._resolved(node.home) is not target:
+        if self._homes.resolved(node.home) is not target:
             raise Refused(errno.EXDEV)
         if node.is_identity is is_for_chunks:
             raise Refused(errno.EPERM)
@@ -233,7 +220,7 @@ class CopyingIn:
 
     def link(self, node: Node, parent: Node, name: bytes) -> Node:
         """A second name for a chunk: its own in another directory, which the tree decides on, or one for a moment."""
-        where = self._where(parent, name)
+        where = self._homes.where(parent, name)
         if isinstance(node, Chunk) and not node.is_removed and where.home is node.table and where.is_for_chunks:
             if name == node.file_name.encode():
                 if self._tree.lookup(parent, name) is not None:
@@ -246,7 +233,7 @@ class CopyingIn:
                 self._names.aliases[parent.inode, name] = Alias(node, self._now_s())
                 self._names.copied(node)
                 return node
-        if isinstance(node, StagedFile) and where.home is self._resolved(node.home) and name == node.name:
+        if isinstance(node, StagedFile) and where.home is self._homes.resolved(node.home) and name == node.name:
             if (parent.inode, name) in self._names.files:
                 raise Refused(errno.EEXIST)
             self._put(parent, node)
@@ -266,72 +253,7 @@ class CopyingIn:
             self._store.staging.drop(file.staged)
         return True
 
-    # directories
-
-    def make_directory(self, parent: Node, name: bytes, maker: int | None = None) -> Node:
-        """A draft of a namespace that this process makes, or a directory of a prefix view for chunks to come."""
-        if len(name) > MAX_NAME_BYTES:
-            raise Refused(errno.ENAMETOOLONG)
-        if isinstance(parent, Fixed) and parent.role is Role.ROOT:
-            return self._make_draft(name, maker)
-        home, is_for_chunks, draft = self._where(parent, name)
-        if isinstance(parent, Fixed) and parent.role is Role.NAMESPACE:
-            again = self._tree.make_again(draft or home, name)
-            nodes = self._tree.nodes(draft or home)
-            if draft is not None and name in (nodes.chunks.name, nodes.prefixes.name):
-                draft.made.add(name)
-                return nodes.chunks if name == nodes.chunks.name else nodes.prefixes
-            if again is not None:
-                return again
-        if not is_for_chunks or (isinstance(parent, Fixed) and parent.role is Role.CHUNKS):
-            raise Refused(errno.EPERM)
-        if not _DIRECTORY.fullmatch(name):
-            self._proof.tell(home, b"prefixes/" + name, "a prefix's name is 32 hex digits", is_for_chunks=False)
-            raise Refused(errno.EINVAL)
-        if draft is not None:
-            if self._names.num_directories >= MAX_DRAFT_DIRECTORIES:
-                raise CapacityError("too many directories of namespaces that are being copied in")
-            made = DraftDirectory(draft, self._store.catalog.next_inode(), name)
-            self._names.make_directory(parent.inode, made)
-            return made
-        assert isinstance(home, ChunkTable)
-        if isinstance(parent, PrefixDirectory) and parent.depth >= MAX_DEPTH:
-            raise Refused(errno.ENAMETOOLONG)
-        above = parent if isinstance(parent, PrefixDirectory) else None
-        if above is not None and not above.is_attached:  # it was joined to another while somebody copies into it
-            first = home.chunks.get(above.key)
-            above = first.home if first is not None else None
-        self._bound_empty_directories()
-        directory = home.prefixes.make_directory(Key(bytes.fromhex(name.decode())), above)
-        self._made.append((self._now_s(), directory))
-        return directory
-
-    def _bound_empty_directories(self) -> None:
-        """Raise CapacityError if too many directories that were made have got no chunk."""
-        if len(self._made) < MAX_EMPTY_DIRECTORIES:
-            return
-        self._made = deque(made for made in self._made if made[1].is_attached and made[1].is_empty)
-        if len(self._made) >= MAX_EMPTY_DIRECTORIES:
-            raise CapacityError("too many directories are empty")
-
-    def remove_directory(self, parent: Node, name: bytes) -> bool:
-        """Rmdir of a draft or in one; returns whether it was that."""
-        node = self._tree.lookup(parent, name)
-        draft = node.draft if isinstance(node, Fixed | DraftDirectory) else None
-        if draft is None or node is None or (isinstance(node, Fixed) and draft.table is not None):
-            return False
-        draft.touched_s = self._now_s()
-        files = self._names.in_draft(draft)
-        if isinstance(node, Fixed) and node.role is Role.NAMESPACE:
-            if files:
-                raise Refused(errno.ENOTEMPTY)
-            self._names.forget_draft(draft)
-        elif any(self._names.listed(node.inode)):
-            raise Refused(errno.ENOTEMPTY)
-        else:
-            draft.made.discard(name)
-            self._names.remove_directory(parent.inode, name)
-        return True
+    # what is being copied
 
     def is_under_way(self, node: Node) -> bool:
         """Whether somebody is copying this in now, or was a moment ago."""
@@ -359,17 +281,8 @@ class CopyingIn:
 
     def became(self, file: StagedFile) -> Chunk | None:
         """The chunk that a staged file has become, or was dropped for; None if there is none (any more)."""
-        home = self._resolved(file.home)
+        home = self._homes.resolved(file.home)
         return home.chunks.get(file.key) if isinstance(home, ChunkTable) and file.key is not None else None
-
-    def directory_removed(self, node: Node) -> None:
-        """A directory went: what is staged in it under names that nobody lists goes too."""
-        table = node.table if isinstance(node, Fixed) and node.role is Role.NAMESPACE else None
-        for file in list(dict.fromkeys(self._names.files.values())):
-            if file.home is table or any(inode == node.inode for inode, _ in self._names.places(file)):
-                self._names.forget(file)
-                if not file.num_open:
-                    self._store.staging.drop(file.staged)
 
     # ageing
 
@@ -394,14 +307,7 @@ class CopyingIn:
         for place, alias in list(self._names.aliases.items()):
             if alias.made_s < before_s:
                 del self._names.aliases[place]
-        while self._made and self._made[0][0] < before_s:
-            _, directory = self._made.popleft()
-            table = self._store.catalog.tables.get(directory.tree.name)
-            if (
-                table is not None and directory.is_attached and directory.is_empty
-            ):  # when the kernel forgets it, it goes
-                parent_inode = self._tree.inode_of(table, directory.parent)
-                self._invalidations.put((parent_inode, directory.name.encode()))
+        self.directories.expire(before_s)
 
     # helpers
 
@@ -422,35 +328,6 @@ class CopyingIn:
         self._names.open_files.add(file)
         return file
 
-    def _where(self, parent: Node, name: bytes) -> _Where:
-        """What is made in `parent` belongs to this; raises Refused where nothing can be made."""
-        if len(name) > MAX_NAME_BYTES:
-            raise Refused(errno.ENAMETOOLONG)
-        if isinstance(parent, PrefixDirectory):
-            table = self._store.catalog.tables.get(parent.tree.name)
-            if table is None or table.prefixes is not parent.tree:
-                raise Refused(errno.ENOENT)
-            return _Where(self._resolved(table), True)
-        if isinstance(parent, DraftDirectory):
-            return _Where(self._resolved(parent.draft), True, parent.draft)
-        if isinstance(parent, Fixed) and parent.role in (Role.NAMESPACE, Role.CHUNKS, Role.PREFIXES):
-            home = parent.draft or parent.table
-            if home is not None:
-                return _Where(self._resolved(home), parent.role is not Role.NAMESPACE, parent.draft)
-        raise Refused(errno.EROFS)
-
-    def _resolved(self, home: Home) -> Home:
-        if isinstance(home, ChunkTable):
-            self._names.copying_goes_on(home)
-            return home
-        home.touched_s = self._now_s()
-        table = self._store.catalog.tables.get(home.name)
-        if table is None and self._names.drafts.get(home.name) is not home:
-            raise Refused(errno.ENOENT)
-        if table is not None:
-            self._names.copying_goes_on(table)
-        return table or home
-
     def _put(self, parent: Node, file: StagedFile) -> None:
         """Give a file a name; what had it is gone."""
         before = self._names.files.get((parent.inode, file.name))
@@ -466,18 +343,6 @@ class CopyingIn:
             reason = f"{what} has at most {file.staged.limit_bytes} bytes"
             self._proof.tell(file.home, file.name, reason, is_for_chunks=not file.is_identity)
             raise Refused(errno.EFBIG)
-
-    def _make_draft(self, name: bytes, maker: int | None) -> Node:
-        text = name.decode("ascii", "replace")
-        if not namespaces.is_directory_name(text):
-            self._proof.tell(None, name, "no namespace can have this name", is_for_chunks=False)
-            raise Refused(errno.EINVAL)
-        if self._tree.lookup(self._tree.root, name) is not None:
-            raise Refused(errno.EEXIST)
-        if len(self._names.drafts) >= MAX_DRAFTS:
-            raise CapacityError("too many namespaces have no namespace.json yet")
-        draft = self._names.drafts[text] = Draft(text, self._store.system.time_ns(), self._now_s(), maker=maker)
-        return self._tree.nodes(draft).directory
 
 
 def _has_to_prove(file: StagedFile) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -26,10 +27,11 @@ import pyfuse3
 import trio
 
 from kvfs.config import Settings
-from kvfs.errors import UsageError
+from kvfs.errors import UnavailableError, UsageError
 from kvfs.kept import DIRECTORY_NAME
 from kvfs.mount import libfuse_words, mountpoint
 from kvfs.mount.control import ControlFiles
+from kvfs.mount.ending import Ending
 from kvfs.mount.errnos import Faults
 from kvfs.mount.operations import MAX_TASKS, Operations
 from kvfs.mount.session import serve_sessions
@@ -87,8 +89,10 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
             socket_directory(path, settings.socket_directory, is_shared=settings.allow_other)
         )
         outlive_signals = stack.enter_context(_until_all_is_written())
+        ending = Ending(socket_path, functools.partial(_leave_mount, path))
+        stack.callback(ending.is_over)
         place = Path(socket_path).with_name(DIRECTORY_NAME)  # below the directory that we hold locked
-        store = await stack.enter_async_context(open_store(settings, place=place))
+        store = ending.store = await stack.enter_async_context(open_store(settings, place=place))
         outlive_signals()
         signals = stack.enter_context(trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT))
         gc.collect()
@@ -124,11 +128,21 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
                 ready()
                 await is_over.wait()
                 logger.info("stopping")
+                ending.begin()
                 nursery.cancel_scope.cancel()
             await mounted.unmount()
             logger.info("unmounted %s", path)
             fuse.cancel_scope.cancel()
     logger.info("ended")
+    if store.unwritten is not None and not store.unwritten.is_kept:
+        raise UnavailableError(store.unwritten.sentence)
+
+
+def _leave_mount(path: str) -> None:
+    """Take the mount away if it is there, and busy as it may be."""
+    mount = mountpoint.mount_at(path)
+    if mount is not None and mount.is_ours:
+        mountpoint.unmount(path, lazy=True)
 
 
 @contextlib.contextmanager

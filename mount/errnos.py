@@ -11,13 +11,22 @@ import logging
 
 import trio
 
-from kvfs.errors import CapacityError, FormatError, KvfsError, ProtocolError, UnavailableError, UsageError
+from kvfs.errors import (
+    CapacityError,
+    DiskFullError,
+    FormatError,
+    KvfsError,
+    ProtocolError,
+    UnavailableError,
+    UsageError,
+)
 from kvfs.metrics import Counters
 
 logger = logging.getLogger(__name__)
 
 TABLE: tuple[tuple[type[Exception], int], ...] = (
     (FormatError, errno.EIO),  # proven bad: the store drops it and says so in an event
+    (DiskFullError, errno.ENOSPC),  # beside the volume: it is in force, and not durable yet
     (UnavailableError, errno.EIO),  # a device failed; the bytes may be good, the next read tries again
     (CapacityError, errno.ENOSPC),
     (ProtocolError, errno.EPROTO),

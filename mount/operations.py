@@ -21,7 +21,6 @@ import functools
 import inspect
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pyfuse3
@@ -43,23 +42,25 @@ from pyfuse3 import (
 )
 
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
+from kvfs.mount.attributes import Attributes
 from kvfs.mount.control import ControlFiles
 from kvfs.mount.copying_in import CopyingIn
 from kvfs.mount.errnos import Faults
+from kvfs.mount.handles import Handles, OpenDirectory, OpenFile
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations, Place
-from kvfs.mount.nodes import SECTOR_BYTES, TIMEOUT_S, Fixed, Node, Role, is_directory, is_growing
+from kvfs.mount.nodes import Fixed, Node, Role, is_directory, is_growing
 from kvfs.mount.staged_names import DraftDirectory, StagedFile
+from kvfs.mount.syncing import Syncing
 from kvfs.mount.tier_work import TierWork
 from kvfs.mount.tree import Tree
-from kvfs.mount.xattrs import LIMITS, PREFIX, Xattrs, check_limit, is_told_only, parse_pin
+from kvfs.mount.xattrs import PREFIX, Xattrs
 from kvfs.prefixes import PrefixDirectory, Renamed
 from kvfs.residency import Change
 from kvfs.store import Store
 
 MAX_TASKS = 1024
 BLOCK_BYTES = 4096
-_MAX_SYNCING = 64
 
 Handler = Callable[..., Awaitable[Any]]
 
@@ -92,28 +93,6 @@ class GuardedOperations(pyfuse3.Operations):
                 setattr(cls, name, guarded(value))
 
 
-@dataclass(slots=True)
-class OpenDirectory:
-    """A directory that is being listed: what it held when the listing began. `readdir` offsets index `entries`."""
-
-    node: Node
-    viewer: int
-    entries: list[Node] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class OpenFile:
-    """An open file: a leased chunk, one that is being copied in, or the content as it was (None: the events).
-
-    What is there and is opened to be changed is both: `staged` is written, and the other is read. The kernel knows both by
-    one inode, and shows whoever maps it the pages that any descriptor has brought.
-    """
-
-    chunk: Chunk | None
-    content: bytes | None
-    staged: StagedFile | None = None
-
-
 class Operations(GuardedOperations):
     """All requests of the kernel.
 
@@ -137,13 +116,12 @@ class Operations(GuardedOperations):
         self.copying = CopyingIn(store, tree, self.inodes, self.invalidations)
         self._store = store
         self._xattrs = Xattrs(store, tree.staged)
-        self._uid, self._gid = os.geteuid(), os.getegid()
-        self._open: dict[int, OpenFile | OpenDirectory] = {}
-        self._next_handle = 1
+        self._attributes = Attributes(tree)
+        self._handles = Handles()
         self._unlinking: dict[int, Place] = {}  # by the chunk's inode: the name that the kernel drops itself
         self._pages: set[int] = set()  # inodes of chunks of which the kernel has no pages but the right ones
         self._tier = TierWork(store, nursery)
-        self._num_syncing = 0
+        self._syncing = Syncing(store)
 
     # names and attributes
 
@@ -159,7 +137,7 @@ class Operations(GuardedOperations):
         return entry
 
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
-        return self._fill(EntryAttributes(), self._node(inode))
+        return self._attributes.fill(EntryAttributes(), self._node(inode))
 
     async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
         now_s = trio.current_time()
@@ -192,11 +170,10 @@ class Operations(GuardedOperations):
         node = self._node(inode)
         if not is_directory(node):
             raise FUSEError(errno.ENOTDIR)
-        return self._handle(OpenDirectory(node, ctx.pid))
+        return self._add(OpenDirectory(node, ctx.pid))
 
     async def readdir(self, fh: FileHandleT, start_id: int, token: ReaddirToken) -> None:
-        listing = self._open[fh]
-        assert isinstance(listing, OpenDirectory)
+        listing = self._handles.directory(fh)
         if start_id == 0:
             listing.entries = self.tree.entries(listing.node, listing.viewer)
         entries, parent = listing.entries, listing.node
@@ -205,7 +182,7 @@ class Operations(GuardedOperations):
             node = entries[index]
             if not self.tree.holds(parent, node):
                 continue
-            self._fill(attributes, node)
+            self._attributes.fill(attributes, node)
             if isinstance(parent, DraftDirectory):
                 attributes.entry_timeout = 0  # nobody is told when what it shows goes
             if not pyfuse3.readdir_reply(token, self.tree.name(node), attributes, index + 1):
@@ -214,7 +191,7 @@ class Operations(GuardedOperations):
                 self.inodes.remember(node)
 
     async def releasedir(self, fh: FileHandleT) -> None:
-        self._open.pop(fh, None)
+        self._handles.pop(fh)
 
     # files
 
@@ -239,19 +216,18 @@ class Operations(GuardedOperations):
             # have been a staged file, whose pages are not what it was in the end.
             is_known = inode in self._pages
             self._pages.add(inode)
-            return FileInfo(fh=self._handle(OpenFile(node, None)), keep_cache=is_known)
+            return FileInfo(fh=self._add(OpenFile(node, None)), keep_cache=is_known)
         assert isinstance(node, Fixed)
         if is_growing(node):
-            return FileInfo(fh=self._handle(OpenFile(None, None)), direct_io=True, keep_cache=False)
+            return FileInfo(fh=self._add(OpenFile(None, None)), direct_io=True, keep_cache=False)
         content = self.control.constant(node)
         if content is not None:
-            return FileInfo(fh=self._handle(OpenFile(None, content)), keep_cache=True)
+            return FileInfo(fh=self._add(OpenFile(None, content)), keep_cache=True)
         # Its size shows as 0: only direct I/O reads past it.
-        return FileInfo(fh=self._handle(OpenFile(None, self.control.snapshot(node))), direct_io=True, keep_cache=False)
+        return FileInfo(fh=self._add(OpenFile(None, self.control.snapshot(node))), direct_io=True, keep_cache=False)
 
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
-        file = self._open[fh]
-        assert isinstance(file, OpenFile)
+        file = self._handles.file(fh)
         chunk = file.chunk
         if file.staged is not None and chunk is None and file.content is None:
             if not file.staged.staged.is_over:
@@ -270,7 +246,7 @@ class Operations(GuardedOperations):
         return cast(bytes, await self._tier.run(chunk, lambda: self._store.read(chunk, off, size)))
 
     async def release(self, fh: FileHandleT) -> None:
-        file = self._open.pop(fh, None)
+        file = self._handles.pop(fh)
         if isinstance(file, OpenFile):
             self._close(file)
 
@@ -297,12 +273,12 @@ class Operations(GuardedOperations):
 
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
         parent = self._node(parent_inode)
-        if self.copying.remove_directory(parent, name):
+        if self.copying.directories.remove(parent, name):
             return
         node = self.tree.lookup(parent, name)
         table = self.tree.remove_directory(parent, name)
         if node is not None:
-            self.copying.directory_removed(node)
+            self.copying.directories.removed(node)
         if table is not None:
             self._store.remove_namespace(table)  # before anybody can attach to it
             await self._tier.run(None, self._store.settle)
@@ -333,10 +309,8 @@ class Operations(GuardedOperations):
 
     def close(self) -> None:
         """After the main loop: give back the leases of whoever had files open when the mount went."""
-        for file in self._open.values():
-            if isinstance(file, OpenFile):
-                self._close(file)
-        self._open.clear()
+        for file in self._handles.pop_files():
+            self._close(file)
         self.inodes.forget_all()
 
     # extended attributes
@@ -365,22 +339,10 @@ class Operations(GuardedOperations):
         node = self._node(inode)
         own = _own_xattr(name)
         if own is not None and self.copying.is_under_way(node):  # cp -a and rsync -X bring those of what they copy
-            if isinstance(node, StagedFile):
-                if own == "pin":
-                    parse_pin(value, 0)
-                    node.pin = value
-                return
-            if is_told_only(own):
-                return
             if isinstance(node, DraftDirectory) and own == "pin":
                 await self._tier.run(None, self._xattrs.change_pin([*self.tree.staged.below(node)], value))
                 return
-            if isinstance(node, Fixed) and node.table is None and own == "pin":
-                parse_pin(value, 0)  # a pin is for what is there, and the chunks bring theirs
-                return
-            if isinstance(node, Fixed) and node.table is None and node.draft is not None and own in LIMITS:
-                check_limit(own, value)
-                node.draft.limits[own] = value
+            if self._xattrs.keep_for_later(node, own, value):
                 return
         await self._change_xattr(inode, name, value)
 
@@ -402,41 +364,28 @@ class Operations(GuardedOperations):
         return self._staged_handle(staged), self._entry(staged)
 
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
-        await self.copying.write(self._staged(fh), off, buf)
+        await self.copying.write(self._handles.staged(fh), off, buf)
         return len(buf)
 
     async def flush(self, fh: FileHandleT) -> None:
-        file = self._open.get(fh)
-        if isinstance(file, OpenFile) and file.staged is not None:
-            await self.copying.flush(file.staged)
+        staged = self._handles.file(fh).staged
+        if staged is not None:
+            await self.copying.flush(staged)
 
     async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
         """A chunk is clean when this returns. What is being copied in becomes one when it is closed, not before."""
-        file = self._open.get(fh)
-        if isinstance(file, OpenFile) and file.chunk is not None and file.chunk.is_dirty:
-            chunk = file.chunk
-            await self._sync(lambda: self._store.sync_chunks([chunk]))
+        chunk = self._handles.file(fh).chunk
+        if chunk is not None:
+            await self._syncing.chunk(chunk)
 
     async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
         """All chunks of the namespace are clean when this returns, or those of all namespaces, from elsewhere.
 
         This stands in for `sync -f`: Linux does not pass syncfs(2) on to a FUSE server that is not virtiofs.
         """
-        listing = self._open.get(fh)
-        if isinstance(listing, OpenDirectory):
-            table = listing.node.table if isinstance(listing.node, Fixed) else None
-            tables = [table] if table is not None else [*self._store.catalog.tables.values()]
-            await self._sync(lambda: self._store.sync(tables))
-
-    async def _sync(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Wait as long as it takes: a full RAM tier may be minutes. The number of those who wait is bounded."""
-        if self._num_syncing >= _MAX_SYNCING:
-            raise FUSEError(errno.EAGAIN)
-        self._num_syncing += 1
-        try:
-            await work()
-        finally:
-            self._num_syncing -= 1
+        node = self._handles.directory(fh).node
+        table = node.table if isinstance(node, Fixed) else None
+        await self._syncing.tables([table] if table is not None else [*self._store.catalog.tables.values()])
 
     async def setattr(
         self, inode: InodeT, attr: EntryAttributes, fields: SetattrFields, fh: FileHandleT | None, ctx: RequestContext
@@ -448,13 +397,13 @@ class Operations(GuardedOperations):
         node = self._node(inode)
         if fields.update_size:
             if fh is not None:
-                await self.copying.truncate(self._staged(fh), attr.st_size)
+                await self.copying.truncate(self._handles.staged(fh), attr.st_size)
             elif isinstance(node, StagedFile):
                 await self.copying.truncate(node, attr.st_size)
             else:
                 raise FUSEError(errno.EPERM if isinstance(node, Chunk) else errno.EROFS)
         self.copying.touched(node, attr.st_mtime_ns if fields.update_mtime else None)
-        return self._fill(EntryAttributes(), node)
+        return self._attributes.fill(EntryAttributes(), node)
 
     async def rename(
         self, parent_inode_old: InodeT, name_old: FileNameT, parent_inode_new: InodeT, name_new: FileNameT,
@@ -471,7 +420,7 @@ class Operations(GuardedOperations):
         return entry
 
     async def mkdir(self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext) -> EntryAttributes:
-        return self._entry(self.copying.make_directory(self._node(parent_inode), name, ctx.pid))
+        return self._entry(self.copying.directories.make(self._node(parent_inode), name, ctx.pid))
 
     async def mknod(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, rdev: int, ctx: RequestContext
@@ -493,37 +442,17 @@ class Operations(GuardedOperations):
 
     def _entry(self, node: Node) -> EntryAttributes:
         """Attributes for a reply that raises the kernel's lookup count."""
-        entry = self._fill(EntryAttributes(), node)
+        entry = self._attributes.fill(EntryAttributes(), node)
         if not isinstance(node, Fixed):
             self.inodes.remember(node)
         return entry
 
-    def _fill(self, entry: EntryAttributes, node: Node) -> EntryAttributes:
-        inode, mode, links, size, block_bytes, modified_ns, used_ns, created_ns, timeout_s = self.tree.attributes(node)
-        entry.st_ino = inode
-        entry.st_mode = mode
-        entry.st_nlink = links
-        entry.st_uid, entry.st_gid = self._uid, self._gid
-        entry.st_size = size
-        entry.st_blksize = block_bytes
-        entry.st_blocks = -(-size // SECTOR_BYTES)
-        entry.st_mtime_ns = modified_ns
-        entry.st_atime_ns = used_ns
-        entry.st_ctime_ns = created_ns
-        entry.entry_timeout = 0 if isinstance(node, StagedFile | DraftDirectory) else TIMEOUT_S
-        entry.attr_timeout = timeout_s
-        return entry
-
-    def _staged(self, fh: int) -> StagedFile:
-        """The file that a handle writes to."""
-        file = self._open.get(fh)
-        if not isinstance(file, OpenFile) or file.staged is None:
-            raise FUSEError(errno.EBADF)
-        return file.staged
+    def _add(self, opened: OpenFile | OpenDirectory) -> FileHandleT:
+        return FileHandleT(self._handles.add(opened))
 
     def _staged_handle(self, staged: StagedFile, chunk: Chunk | None = None, content: bytes | None = None) -> FileInfo:
         """Direct I/O: what is written must not show in the pages of those who read what is there already."""
-        return FileInfo(fh=self._handle(OpenFile(chunk, content, staged)), direct_io=True, keep_cache=False)
+        return FileInfo(fh=self._add(OpenFile(chunk, content, staged)), direct_io=True, keep_cache=False)
 
     async def _begin(self, staged: StagedFile, work: Awaitable[None]) -> None:
         """The first thing that is done to a file that was opened; if it fails, so does open."""
@@ -532,12 +461,6 @@ class Operations(GuardedOperations):
         except BaseException:
             self.copying.release(staged)
             raise
-
-    def _handle(self, opened: OpenFile | OpenDirectory) -> FileHandleT:
-        handle = self._next_handle
-        self._next_handle += 1
-        self._open[handle] = opened
-        return handle
 
 
 def _own_xattr(name: bytes) -> str | None:

@@ -75,6 +75,26 @@ class Xattrs:
         self._names = names
         self._checksums: dict[int, bytes] = {}  # by inode: a chunk never changes
 
+    def keep_for_later(self, node: Node, name: str, value: bytes) -> bool:
+        """An attribute of what is being copied in, as `cp -a` and `rsync -X` bring them; whether nothing is left to do."""
+        if isinstance(node, StagedFile):
+            if name == "pin":
+                parse_pin(value, 0)
+                node.pin = value
+            return True
+        if is_told_only(name):
+            return True
+        if not isinstance(node, Fixed) or node.table is not None:
+            return False
+        if name == "pin":
+            parse_pin(value, 0)  # a pin is for what is there, and the chunks bring theirs
+            return True
+        if node.draft is None or name not in LIMITS:
+            return False
+        check_limit(name, value)
+        node.draft.limits[name] = value
+        return True
+
     def names(self, node: Node) -> list[str]:
         """What `listxattr` shows."""
         pin = list(_OF_PINS) if self._end_of_pin(node) is not None else []

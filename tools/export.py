@@ -13,8 +13,9 @@ import os
 import re
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 import typer
 
@@ -33,7 +34,6 @@ from kvfs.tools.copying import (
     read_file,
     tell,
     tell_refused,
-    write_whole,
 )
 from kvfs.tools.mounted import Beat
 from kvfs.tools.progress import Track
@@ -179,13 +179,14 @@ def _to_directory(
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory, _DIRECTORY_MODE)
         if not os.path.exists(os.path.join(top, "namespace.json")):
-            write_whole(os.path.join(top, "namespace.json"), identity, _FILE_MODE)
+            with _replaced(os.path.join(top, "namespace.json")) as out:
+                out.write(identity)
         with contextlib.suppress(FileExistsError):
             os.mkdir(os.path.join(top, "chunks"), _DIRECTORY_MODE)
         for file, size in chunks:
             if track.is_stopping:
                 return
-            target, partial = (os.path.join(top, "chunks", leaf) for leaf in (file, f".{file}.part"))
+            target = os.path.join(top, "chunks", file)
             if _size(target) == size:
                 done.there += 1
                 track.advance(size)
@@ -193,16 +194,12 @@ def _to_directory(
             raw = _read(path, name, namespace, file, done, track)
             if raw is None:
                 continue
-            try:
-                write_whole(partial, raw, _FILE_MODE)
+            with _replaced(target) as out:
+                out.write(raw)
+                out.flush()
                 with contextlib.suppress(FileNotFoundError):
                     modified_ns = os.stat(os.path.join(path, name, "chunks", file)).st_mtime_ns
-                    os.utime(partial, ns=(modified_ns, modified_ns))
-                os.rename(partial, target)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(partial)
-                raise
+                    os.utime(out.fileno(), ns=(modified_ns, modified_ns))
             done.chunks += 1
             done.bytes += len(raw)
         os.utime(top)
@@ -218,8 +215,7 @@ def _to_tar(path: str, name: str, chunks: list[tuple[str, int]], destination: st
                 pipe = Pipe(sys.stdout.fileno(), track)
                 archive = stack.enter_context(tarfile.open(fileobj=pipe, mode="w|"))  # type: ignore[call-overload]
             else:
-                descriptor = os.open(destination, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _FILE_MODE)
-                file = stack.enter_context(open(descriptor, "wb"))
+                file = stack.enter_context(_replaced(destination))
                 archive = stack.enter_context(tarfile.open(fileobj=file, mode="w"))
             _add(archive, f"{name}/namespace.json", identity, os.stat(os.path.join(path, name)).st_mtime)
             for leaf, _ in chunks:
@@ -238,6 +234,28 @@ def _to_tar(path: str, name: str, chunks: list[tuple[str, int]], destination: st
         return
     except OSError as error:
         raise UsageError(f"cannot write to {error.filename or destination}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _replaced(path: str) -> Iterator[IO[bytes]]:
+    """A file that has its name once it is whole; one that could not be written leaves what was there before.
+
+    What is no plain file, such as a tape, is written as it is.
+    """
+    is_plain = not os.path.exists(path) or os.path.isfile(path)
+    target = os.path.realpath(path)
+    place = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.part") if is_plain else path
+    descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _FILE_MODE)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+        if is_plain:
+            os.rename(place, target)
+    except BaseException:
+        if is_plain:
+            with contextlib.suppress(OSError):
+                os.unlink(place)
+        raise
 
 
 def _add(archive: tarfile.TarFile, name: str, raw: bytes | memoryview, modified_s: float) -> None:

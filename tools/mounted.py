@@ -5,16 +5,17 @@ Concurrency: whatever touches the mount runs in a daemon thread, which is left b
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from kvfs.errors import UnavailableError, UsageError
+from kvfs.errors import DiskFullError, UnavailableError, UsageError
 from kvfs.mount import mountpoint
 
 DEADLINE_S = 3.0
@@ -87,6 +88,33 @@ def read_status(path: str, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.MsgspecError as error:
         raise UnavailableError(f"the status of {path} cannot be understood: {error}") from error
+
+
+@contextlib.contextmanager
+def changing(path: str) -> Iterator[None]:
+    """A change to the mount at `path`: where it is in force but not durable, that is what the error says.
+
+    Raises DiskFullError and UnavailableError for that; every other OSError passes.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC and (full := _full_places(path)):
+            raise DiskFullError(
+                f"no room is left beside the volume in {', '.join(full)}: this is in force, and will outlive the daemon only "
+                "once there is room; free some there"
+            ) from error
+        if error.errno in (errno.EIO, errno.ETIMEDOUT):
+            raise UnavailableError(
+                f"a device of {path} fails or does not answer, so this may not outlive the daemon; see its log"
+            ) from error
+        raise
+
+
+def _full_places(path: str) -> list[str]:
+    """The volumes of a mount beside which there is no room."""
+    volumes = read_status(path).get("volumes") or []
+    return [str(each.get("directory")) for each in volumes if each.get("is_disk_full")]
 
 
 def _told(path: str, error: BaseException) -> BaseException:

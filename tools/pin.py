@@ -221,7 +221,8 @@ def _set(path: str, selection: _Selection, value: bytes, done: Pinning, track: T
         if track.is_stopping:
             return
         try:
-            os.setxattr(directory, _PIN, value)
+            with mounted.changing(path):
+                os.setxattr(directory, _PIN, value)
         except FileNotFoundError:
             continue
         except PermissionError as error:

@@ -129,7 +129,8 @@ def _set_and_look(path: str, namespace: str | None, wanted: dict[str, str | None
 
 def _set(path: str, directory: str, attribute: str, value: str) -> None:
     try:
-        os.setxattr(directory, f"user.kvfs.{attribute}", value.encode())
+        with mounted.changing(path):
+            os.setxattr(directory, f"user.kvfs.{attribute}", value.encode())
     except PermissionError as error:
         raise UsageError(f"you may not set limits in {path}: ask root, or whoever mounted it") from error
 

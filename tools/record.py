@@ -8,7 +8,6 @@ counts what is lost.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
 import os
 import secrets
@@ -18,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Annotated, cast
+from typing import Annotated, Protocol
 
 import msgspec
 import typer
@@ -30,6 +29,7 @@ from kvfs.errors import UnavailableError, UsageError
 from kvfs.keys import split
 from kvfs.messages import Heard
 from kvfs.tools import asking, listing, mounted
+from kvfs.tools.trace_file import TraceFile
 from kvfs.tools.words import format_count, format_duration, format_share, printable
 
 EXAMPLES = """
@@ -48,6 +48,16 @@ _ID_BITS = 53  # a JSON number that every program reads exactly
 _NS_A_MS = 1e6
 
 
+class _Written(Protocol):
+    """What a recording needs of a file."""
+
+    def write(self, raw: bytes, /) -> object:
+        """Append."""
+
+    def flush(self) -> None:
+        """Let it be in the file. Raises UnavailableError."""
+
+
 class Recording:
     """What has been written so far, to an open file.
 
@@ -55,8 +65,9 @@ class Recording:
         have another size, by name.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: _Written) -> None:
         self._file = file
+        self._whole = (0, 0, 0)
         self._secret = secrets.token_bytes(32)
         self._started_ns = 0
         self._tokens_per_chunk = 0
@@ -90,10 +101,18 @@ class Recording:
         self.num_found += heard.num_found
 
     def flush(self) -> None:
-        """What was written so far is in the file, whatever becomes of this process."""
+        """What was written so far is in the file, whatever becomes of this process.
+
+        Raises UnavailableError if it cannot be written: the file, and what is counted, is as after the flush before.
+        """
         if self.num_bytes != self._num_flushed:
+            try:
+                self._file.flush()
+            except UnavailableError:
+                self.num_requests, self.num_asked, self.num_found = self._whole
+                raise
             self._num_flushed = self.num_bytes
-            self._file.flush()
+            self._whole = (self.num_requests, self.num_asked, self.num_found)
 
     def _id(self, directory: str, key: bytes) -> int:
         digest = hashlib.blake2b(key + directory.encode(), key=self._secret, digest_size=8).digest()
@@ -141,7 +160,7 @@ def record(
     ):
         recording = Recording(out)
         shown_s = 0.0
-        why = "interrupted"
+        why, has_failed = "interrupted", False
         try:
             _take(connection, recording, wanted)
             typer.echo(f"kvfs: what engines ask for is written to {printable(file)}; Ctrl-C ends it", err=True)
@@ -160,11 +179,16 @@ def record(
                     time.sleep(_ASK_EVERY_S)
         except UnavailableError as error:  # what was written so far is a trace as well
             why = str(error)
+            has_failed = isinstance(out, TraceFile) and out.has_failed
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
     if not recording.num_requests and file != "-" and not force:
         Path(file).unlink(missing_ok=True)  # else it would be in the way of the next one
+    if has_failed and not recording.num_requests:
+        raise UnavailableError(why)
     _tell(recording, file, started_s, why)
+    if has_failed:
+        raise typer.Exit(1)
 
 
 def _take(connection: Connection, recording: Recording, wanted: str | None) -> None:
@@ -220,7 +244,7 @@ def _ends_with_a_signal() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def _opened(file: str, force: bool) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+def _opened(file: str, force: bool) -> Iterator[tuple[_Written, Callable[[], int]]]:
     """The file to write, readable by its owner only, and what tells how many bytes it has."""
     if file == "-":
         try:
@@ -232,23 +256,5 @@ def _opened(file: str, force: bool) -> Iterator[tuple[IO[bytes], Callable[[], in
             )  # else the interpreter would complain at its end
             raise UnavailableError("whoever read the trace is gone") from error
         return
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if force else os.O_EXCL)
-    try:
-        raw = os.fdopen(os.open(Path(file), flags, 0o600), "wb")
-    except FileExistsError as error:
-        raise UsageError(f"{file} is there already; --force writes over it") from error
-    except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror}") from error
-    try:
-        with raw:
-            packed = (
-                cast("IO[bytes]", gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0))
-                if file.endswith(".gz")
-                else raw
-            )
-            try:
-                yield packed, raw.tell
-            finally:
-                packed.close()
-    except OSError as error:
-        raise UnavailableError(f"cannot write {file}: {error.strerror}") from error
+    with TraceFile(file, may_replace=force) as opened:
+        yield opened, lambda: opened.num_bytes

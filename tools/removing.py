@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvfs.chunk import SUFFIX
-from kvfs.errors import UnavailableError, UsageError
+from kvfs.errors import UsageError
+from kvfs.tools import mounted
 from kvfs.tools.mounted import Beat
 from kvfs.tools.selecting import names_in
 
@@ -163,7 +164,8 @@ class Forest:
             if self._failures or self._is_stopping():
                 return False
             self._took(victim, unlink(self._path, victim))
-        _remove_empty(directory)
+        with mounted.changing(self._path):
+            _remove_empty(directory)
         return True
 
     def _finish(self, directory: str) -> None:
@@ -182,15 +184,12 @@ def unlink(path: str, victim: Victim) -> bool:
     """Remove a chunk; False if it is gone. Raises what `remove` raises."""
     for name in (victim.path, victim.by_key):
         try:
-            os.unlink(name)
+            with mounted.changing(path):
+                os.unlink(name)
         except FileNotFoundError:
             continue
         except PermissionError as error:
             raise UsageError(f"you may not remove from {path}: ask root, or whoever mounted it") from error
-        except OSError as error:
-            if error.errno not in (errno.EIO, errno.ETIMEDOUT):
-                raise
-            raise UnavailableError(f"cannot remove {name} for good: {error.strerror}; see the daemon's log") from error
         return True
     return False
 

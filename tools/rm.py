@@ -217,7 +217,8 @@ class _Whole:
     def __call__(self, beat: Beat) -> bool:
         beat()
         try:
-            os.rmdir(os.path.join(self.path, self.name))
+            with mounted.changing(self.path):
+                os.rmdir(os.path.join(self.path, self.name))
         except FileNotFoundError:
             return True
         except OSError as error:

@@ -49,6 +49,15 @@ def status(
 def panel(path: str, document: dict[str, Any]) -> RenderableType:
     """The status for people. A part that this version does not know is left out."""
     parts: list[RenderableType] = [Text(_headline(document)), _tiers(document)]
+    volumes = document.get("volumes")
+    parts += [
+        Text(
+            f"no room beside the volume in {volume.get('directory', '?')}: its index cannot be written",
+            style="bold red",
+        )
+        for volume in (volumes if isinstance(volumes, list) else ())
+        if volume.get("is_disk_full")
+    ]
     counters = document.get("counters")
     if isinstance(counters, dict) and any(counters.values()):
         parts += [Text(), _counters(counters)]

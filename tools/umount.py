@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ import typer
 from kvfs import kept
 from kvfs.config import format_size
 from kvfs.errors import KvfsError, UnavailableError, UsageError
+from kvfs.mount import ending
 from kvfs.mount import mountpoint as mountpoints
 from kvfs.tools import mounted
 from kvfs.tools.open_files import described, users_of
@@ -21,7 +23,7 @@ from kvfs.tools.open_files import described, users_of
 EXAMPLES = """
 kvfs umount /mnt/kvfs
 
-Returns when everything is on NVMe. What was a RAM cache is gone.
+Returns when everything is on NVMe. What was a RAM cache is gone. What could not be written is said, with exit code 1.
 
 kvfs umount /mnt/kvfs --force
 
@@ -34,6 +36,8 @@ For an upgrade or other settings: what is in RAM stays there, for the next `kvfs
 """
 
 PATIENCE_S = 1.0
+_LOOK_EVERY_S = 0.5
+_LAST_MOMENT_S = 5.0
 _NOT_ALLOWED = "you may not unmount {}: ask root, or whoever mounted it"
 
 
@@ -77,7 +81,8 @@ def umount(
     if os.geteuid() and mounted.ask(path, lambda _: os.stat(path).st_uid) != os.geteuid():
         raise UsageError(_NOT_ALLOWED.format(path))
     daemon_fd = _open_process(pid)
-    place = _keep(path) if keep_ram else None
+    socket_path = mounted.ask(path, lambda _: os.readlink(os.path.join(path, ".kvfs/session")))
+    place = _keep(path, socket_path) if keep_ram else None
     try:
         try:
             _unmount(path, lazy=False)
@@ -86,18 +91,22 @@ def umount(
                 (place / kept.KEEP).unlink(missing_ok=True)
             raise
         if daemon_fd is not None:
-            _await_end(path, daemon_fd, timeout_s)
+            _await_end(path, socket_path, daemon_fd, timeout_s)
     finally:
         if daemon_fd is not None:
             os.close(daemon_fd)
+    unwritten = ending.take(socket_path)
+    if unwritten is not None and not unwritten.is_kept:
+        raise KvfsError(f"{path} is unmounted, but {unwritten.sentence}")
     typer.echo(f"kvfs: {path} is unmounted")
+    if unwritten is not None:
+        typer.echo(f"kvfs: {unwritten.sentence}")
     if place is not None and (facts := kept.read_facts(place)) is not None:
         typer.echo(f"kvfs: {format_size(facts.size_bytes)} of RAM stay for the next mount there")
 
 
-def _keep(path: str) -> Path:
+def _keep(path: str, socket_path: str) -> Path:
     """Tell the daemon to leave its arena; where that is. Raises UsageError if it has none that could stay."""
-    socket_path = mounted.ask(path, lambda _: os.readlink(os.path.join(path, ".kvfs/session")))
     place = Path(socket_path).with_name(kept.DIRECTORY_NAME)
     if not kept.is_mounted(place):
         raise UsageError(
@@ -146,7 +155,7 @@ def _open_process(pid: object) -> int | None:
         return None
 
 
-def _await_end(path: str, daemon_fd: int, timeout_s: float) -> None:
+def _await_end(path: str, socket_path: str, daemon_fd: int, timeout_s: float) -> None:
     poll = select.poll()
     poll.register(daemon_fd, select.POLLIN)
     if poll.poll(min(PATIENCE_S, timeout_s) * 1000):
@@ -155,5 +164,11 @@ def _await_end(path: str, daemon_fd: int, timeout_s: float) -> None:
     # A container that was started while the mount was there has a copy of it, and keeps the daemon from noticing.
     with contextlib.suppress(OSError):
         signal.pidfd_send_signal(daemon_fd, signal.SIGTERM)
-    if not poll.poll(max(0.0, timeout_s - PATIENCE_S) * 1000):
+    give_up_s = time.monotonic() + timeout_s - PATIENCE_S
+    while not poll.poll(max(0.0, min(_LOOK_EVERY_S, give_up_s - time.monotonic())) * 1000):
+        if ending.has_said(socket_path):  # one whose device hangs may never be gone
+            poll.poll(_LAST_MOMENT_S * 1000)
+            return
+        if time.monotonic() < give_up_s:
+            continue
         raise KvfsError(f"the daemon of {path} has not ended after {timeout_s:g} s; its log says what it does")

@@ -46,7 +46,7 @@ class FaultySystem(System):
 
     Attributes:
         read_error, write_error, sync_error, allocate_error: an errno, or 0 for success.
-        bad_place: the errors are those of files in this directory only, if one is named.
+        bad_place: errors and gates are those of files in this directory only, if one is named.
         bad_reads: offsets of the volume at which reads fail with EIO, whatever `read_error` says.
         max_transfer: bytes after which a read or write comes back short.
         reads, writes: (offset, length) of each so far; num_syncs.
@@ -71,6 +71,15 @@ class FaultySystem(System):
         for gate in (self.read_gate, self.write_gate, self.sync_gate):
             gate.set()
 
+    def close_gates(self) -> None:
+        """Let every call wait: the device hangs."""
+        for gate in (self.read_gate, self.write_gate, self.sync_gate):
+            gate.clear()
+
+    def _pass(self, fd: int, gate: threading.Event) -> None:
+        if self.bad_place is None or _place(fd) == self.bad_place:
+            gate.wait()
+
     def _of(self, fd: int, error: int) -> int:
         if not error or self.bad_place is None:
             return error
@@ -82,21 +91,21 @@ class FaultySystem(System):
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See `System`."""
-        self.read_gate.wait()
+        self._pass(fd, self.read_gate)
         self.reads.append((offset, sum(len(buffer) for buffer in buffers)))
         _raise(self._of(fd, self.read_error) or (errno.EIO if offset in self.bad_reads else 0))
         return super().preadv(fd, [buffers[0][: self.max_transfer]], offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         """See `System`."""
-        self.write_gate.wait()
+        self._pass(fd, self.write_gate)
         self.writes.append((offset, sum(len(buffer) for buffer in buffers)))
         _raise(self._of(fd, self.write_error))
         return super().pwritev(fd, [buffers[0][: self.max_transfer]], offset)
 
     def fdatasync(self, fd: int) -> None:
         """See `System`."""
-        self.sync_gate.wait()
+        self._pass(fd, self.sync_gate)
         self.num_syncs += 1
         _raise(self._of(fd, self.sync_error))
         super().fdatasync(fd)
@@ -108,13 +117,16 @@ class FaultySystem(System):
 
 
 class SlowSystem(System):
-    """A system with a slow device. Attributes: read_delay_s: what each read takes longer."""
+    """A system with a slow device. Attributes: read_delay_s: what each read takes longer; read_gate: while clear, reads wait."""
 
     def __init__(self) -> None:
         self.read_delay_s = 0.0
+        self.read_gate = threading.Event()
+        self.read_gate.set()
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See `System`."""
+        self.read_gate.wait()
         if self.read_delay_s:
             time.sleep(self.read_delay_s)
         return super().preadv(fd, buffers, offset)
@@ -226,12 +238,12 @@ def new_chunks(chain: KeyChain, begin: int = 0, end: int | None = None) -> list[
 
 @asynccontextmanager
 async def open_table(
-    directory: Path, namespace: Namespace, system: System | None = None, **settings: Any
+    directory: Path, namespace: Namespace | None = None, system: System | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Store, ChunkTable]]:
-    """A store with `settings_in` the directory, and the table of the namespace."""
+    """A store with `settings_in` the directory, and the table of the namespace, `tiny_namespace` unless given."""
     async with open_store(settings_in(directory, **settings), system) as store:
         try:
-            yield store, store.attach(namespace)
+            yield store, store.attach(namespace or tiny_namespace())
         finally:
             if isinstance(system, FaultySystem):  # a test that failed would wait for ever
                 system.open_gates()

@@ -90,6 +90,9 @@ async def talk(nursery, store, sessions):
         elif line.startswith("slow "):
             system.read_delay_s = float(line.split()[1])
             say(True)
+        elif line.strip() in ("hold", "let go"):
+            (system.read_gate.clear if line.strip() == "hold" else system.read_gate.set)()
+            say(True)
         elif line.strip() == "chill":
             say(await store.flush(30))
             for chunk in store.catalog.chunks():
@@ -106,6 +109,7 @@ async def talk(nursery, store, sessions):
 async def stop_on_term(nursery):
     with trio.open_signal_receiver(signal.SIGTERM) as signals:
         async for _ in signals:
+            system.read_gate.set()
             nursery.cancel_scope.cancel()
 
 async def main(settings, path, place=None):
@@ -192,6 +196,15 @@ class DaemonProcess:
     def slow(self, read_delay_s: float) -> None:
         """From now on each read of the volume takes so much longer."""
         self._ask(f"slow {read_delay_s}")
+
+    @contextlib.contextmanager
+    def reads_held(self) -> Iterator[None]:
+        """Reads of the volume that begin meanwhile end only after the block."""
+        self._ask("hold")
+        try:
+            yield
+        finally:
+            self._ask("let go")
 
     def chill(self) -> None:
         """Let every chunk that may leave RAM do so: it is on NVMe only then."""

@@ -85,7 +85,7 @@ class NvmeTier:
 
     Attributes:
         volume, extents, policy: chunks in the policy are exactly the visible ones with an extent here.
-        is_degraded: the last write failed; writes are being retried, chunks may leave RAM without one.
+        is_degraded: the last write failed or does not end; chunks may leave RAM without one.
     """
 
     def __init__(self, volume: Device, num_threads: int, policy: Policy[Chunk]) -> None:

@@ -182,7 +182,7 @@ def test_closing_a_file_waits_for_a_stopped_daemon(mounted: Any, engine: Any, re
     os.kill(mounted.pid, signal.SIGSTOP)
     try:
         reader.stdin.close()
-        subprocess.run(["true"], check=True, timeout=30)
+        subprocess.run(["true"], check=True, timeout=DEADLINE_S)
         assert reader.poll() is None
     finally:
         os.kill(mounted.pid, signal.SIGCONT)

@@ -26,6 +26,7 @@ from kvfs.engine_adapters.vllm_scheduler import SchedulerSide
 from kvfs.engine_adapters.vllm_settings import VllmSettings
 from kvfs.engine_adapters.vllm_worker import WorkerSide
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
+from kvfs.testing import DEADLINE_S
 
 LAYERS, HEADS, CONTENT, BLOCK, CHUNK, BLOCKS = 3, 2, 4, 4, 16, 64
 
@@ -93,7 +94,8 @@ class StandIn:
 
     def __init__(self, mount: Path, num_ranks: int = 1, **settings: Any) -> None:
         self.settings = VllmSettings(
-            str(mount), **{"floor_tokens": 1, "break_even": False, "load_async": True, "deadline_s": 10.0, **settings}
+            str(mount),
+            **{"floor_tokens": 1, "break_even": False, "load_async": True, "deadline_s": DEADLINE_S, **settings},
         )
         namespaces = [namespace_of(rank, num_ranks) for rank in range(num_ranks)]
         self.tensors = [

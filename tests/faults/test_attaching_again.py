@@ -15,29 +15,16 @@ from kvfs.messages import StoreStatus
 from kvfs.testing import (
     DEADLINE_S,
     chain_of,
-    new_chunks,
-    payload_of,
     plain_mount,
     settings_in,
-    socket_path,
     tiny_namespace,
 )
 from kvfs.testing.daemon import DaemonProcess
 
+from .clients import client_of, start, store_prompt
+
 NS = tiny_namespace()
 no_answer = pytest.mark.expect_log("does not answer, going on without it")
-
-
-def start(directory: Path) -> DaemonProcess:
-    return DaemonProcess.start(settings_in(directory), socket_path(directory))
-
-
-def store(client: Client, num_chunks: int) -> None:
-    reservations = client.store(new_chunks(chain_of(NS, num_chunks)))
-    for reservation in reservations:
-        assert reservation.payload is not None
-        reservation.payload[:] = payload_of(reservation.chunk.chain, reservation.geometry)  # type: ignore[arg-type]
-    assert client.publish(reservations) == [StoreStatus.STORED] * num_chunks
 
 
 def forget_mount(directory: Path) -> None:
@@ -47,7 +34,7 @@ def forget_mount(directory: Path) -> None:
 
 def test_a_first_connect_that_is_refused_is_no_reason_to_forget_the_socket(tmp_path: Path) -> None:
     """The client is there before the daemon, and the mount it asked does not answer when the daemon comes."""
-    with Client(plain_mount(tmp_path), NS, deadline_s=DEADLINE_S) as client:
+    with client_of(tmp_path) as client:
         with pytest.raises(UnavailableError, match="no daemon at"):
             client.attach()
         forget_mount(tmp_path)
@@ -61,7 +48,7 @@ def test_a_first_connect_that_is_refused_is_no_reason_to_forget_the_socket(tmp_p
 
 def test_nor_is_one_that_fails_between_two_daemons(tmp_path: Path) -> None:
     """A killed daemon leaves a socket at which nobody listens; the next one is found at the same path."""
-    with Client(plain_mount(tmp_path), NS, deadline_s=DEADLINE_S) as client:
+    with client_of(tmp_path) as client:
         with start(tmp_path) as daemon:
             client.attach()
             daemon.kill()
@@ -109,9 +96,9 @@ def test_a_daemon_that_replaced_a_stopped_one_is_found_through_the_mount(tmp_pat
 
 def test_a_daemon_that_came_back_between_two_requests_costs_nothing(tmp_path: Path) -> None:
     """No request fails, none waits for the next try: the end of the old session is seen before anything is asked."""
-    with Client(plain_mount(tmp_path), NS, deadline_s=DEADLINE_S) as client:
+    with client_of(tmp_path) as client:
         with start(tmp_path) as daemon:
-            store(client, 3)
+            assert store_prompt(client, chain_of(NS, 3)) == [StoreStatus.STORED] * 3
             assert daemon.flush()
             daemon.kill()
         with start(tmp_path):
@@ -123,7 +110,7 @@ def test_a_daemon_that_came_back_between_two_requests_costs_nothing(tmp_path: Pa
 @no_answer
 def test_requests_cost_little_while_the_daemon_is_away(tmp_path: Path) -> None:
     """One try a second; what is asked between two tries is answered at once, and no thread is left behind."""
-    with Client(plain_mount(tmp_path), NS, deadline_s=DEADLINE_S) as client:
+    with client_of(tmp_path) as client:
         begin = time.monotonic()
         for _ in range(2000):
             assert client.match(chain_of(NS, 1).chains).count == 0

@@ -7,13 +7,12 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 import trio
 
-from kvfs.catalog import Chunk, ChunkTable
+from kvfs.catalog import Chunk
 from kvfs.chunk import Geometry, geometry
 from kvfs.errors import CorruptChunk, UnavailableError
 from kvfs.keys import KeyChain
@@ -21,7 +20,6 @@ from kvfs.messages import StoreStatus, Tier
 from kvfs.namespace import Namespace
 from kvfs.promotion import Promotion
 from kvfs.store import Store
-from kvfs.system import System
 from kvfs.testing import (
     FaultySystem,
     chain_of,
@@ -43,17 +41,10 @@ NS = tiny_namespace()
 MIB = sized_namespace(1 << 20)
 
 
-def opened(
-    directory: Path, namespace: Namespace = NS, system: System | None = None, **settings: int | None
-) -> AbstractAsyncContextManager[tuple[Store, ChunkTable]]:
-    """A store in the directory, and the table of the namespace."""
-    return open_table(directory, namespace, system, **settings)
-
-
 async def stored_before(directory: Path, namespace: Namespace, count: int, **settings: int) -> KeyChain:
     """A chain that an earlier daemon stored."""
     chain = chain_of(namespace, count)
-    async with opened(directory, namespace, **settings) as (store, table):
+    async with open_table(directory, namespace, **settings) as (store, table):
         assert set(await store_chain(store, table, chain)) == {StoreStatus.STORED}
     return chain
 
@@ -95,7 +86,7 @@ def damage(directory: Path, offset: int, mask: int = 0x10) -> None:
 
 async def test_promotion_is_verified_and_counted(tmp_path: Path) -> None:
     chain = await stored_before(tmp_path, NS, 3)
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         for key in chain.keys:
             promotion = await promoted(store, table.chunks[key])
             assert promotion is not None
@@ -112,7 +103,7 @@ async def test_two_readers_of_one_cold_chunk_cause_one_read(tmp_path: Path) -> N
     """Single flight: each piece is read once, however many ask."""
     chain = await stored_before(tmp_path, MIB, 2)
     system = FaultySystem()
-    async with opened(tmp_path, MIB, system) as (store, table):
+    async with open_table(tmp_path, MIB, system) as (store, table):
         system.reads.clear()
         system.read_gate.clear()
         chunks = [table.chunks[key] for key in chain.keys]
@@ -131,7 +122,7 @@ async def test_two_readers_through_the_mount_cause_one_read(tmp_path: Path) -> N
     """The same for reads that leave RAM alone."""
     chain = await stored_before(tmp_path, MIB, 1)
     system = FaultySystem()
-    async with opened(tmp_path, MIB, system) as (store, table):
+    async with open_table(tmp_path, MIB, system) as (store, table):
         system.reads.clear()
         system.read_gate.clear()
         chunk = table.chunks[chain.keys[0]]
@@ -150,7 +141,7 @@ async def test_first_layers_arrive_first(tmp_path: Path) -> None:
     large = sized_namespace(2 << 20, num_layers=8)
     chain = await stored_before(tmp_path, large, 3)
     system = FaultySystem()
-    async with opened(tmp_path, large, system, io_threads=1) as (store, table):
+    async with open_table(tmp_path, large, system, io_threads=1) as (store, table):
         system.reads.clear()
         chunks = [table.chunks[key] for key in chain.keys]
         for chunk in chunks:
@@ -172,7 +163,7 @@ async def test_a_streamed_layer_is_right_when_it_is_announced(tmp_path: Path) ->
     """Whatever is below `layers` can be used at once, while the rest is still on its way."""
     large = sized_namespace(2 << 20, num_layers=8)
     chain = await stored_before(tmp_path, large, 1)
-    async with opened(tmp_path, large, io_threads=1) as (store, table):
+    async with open_table(tmp_path, large, io_threads=1) as (store, table):
         chunk = table.chunks[chain.keys[0]]
         geo = geometry(large, 16)
         right = payload_of(chain.chains[0], geo)
@@ -190,7 +181,7 @@ async def test_a_promotion_goes_on_without_its_reader(tmp_path: Path) -> None:
     """Whoever asked is gone; the bytes are as good for the next, and nothing stays leased."""
     chain = await stored_before(tmp_path, MIB, 1)
     system = FaultySystem()
-    async with opened(tmp_path, MIB, system) as (store, table):
+    async with open_table(tmp_path, MIB, system) as (store, table):
         chunk = table.chunks[chain.keys[0]]
         system.read_gate.clear()
         with trio.move_on_after(0.05):
@@ -205,7 +196,7 @@ async def test_a_chunk_removed_while_it_is_promoted(tmp_path: Path) -> None:
     """Its room in both tiers comes back when the promotion ends."""
     chain = await stored_before(tmp_path, MIB, 1)
     system = FaultySystem()
-    async with opened(tmp_path, MIB, system) as (store, table):
+    async with open_table(tmp_path, MIB, system) as (store, table):
         chunk = table.chunks[chain.keys[0]]
         system.read_gate.clear()
         async with trio.open_nursery() as nursery:
@@ -223,7 +214,7 @@ async def test_a_chunk_removed_while_it_is_promoted(tmp_path: Path) -> None:
 async def test_no_room_for_a_promotion(tmp_path: Path) -> None:
     """RAM full of leases: the promotion is refused at once and counted; the chunk stays readable from NVMe."""
     chain = await stored_before(tmp_path, MIB, 9, ram=16 << 20)
-    async with opened(tmp_path, MIB) as (store, table):
+    async with open_table(tmp_path, MIB) as (store, table):
         for key in chain.keys[:8]:
             store.lease(table.chunks[key])
         assert None not in store.promote([table.chunks[key] for key in chain.keys[:8]])
@@ -263,7 +254,7 @@ async def test_every_damaged_part_is_a_counted_miss(tmp_path: Path, part: str, h
     """Bit rot in any field or layer: the chunk is dropped with an event, durably; its neighbours stay."""
     geo = geometry(NS, 16)
     chain = await stored_before(tmp_path, NS, 3)
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         chunk = table.chunks[chain.keys[1]]
         damage(tmp_path, chunk.nvme + header_fields(geo)[part])
         if how == "facts" and header_fields(geo)[part] >= geo.header_bytes:
@@ -288,7 +279,7 @@ async def test_every_damaged_part_is_a_counted_miss(tmp_path: Path, part: str, h
         assert store.statistics().ram.used_bytes == 0
         for position in (0, 2):
             assert is_right(await read_all(store, table.chunks[chain.keys[position]]), chain, position, NS)
-    async with opened(tmp_path) as (_, table):
+    async with open_table(tmp_path) as (_, table):
         assert set(table.chunks) == {chain.keys[0], chain.keys[2]}
 
 
@@ -296,7 +287,7 @@ async def test_every_damaged_part_is_a_counted_miss(tmp_path: Path, part: str, h
 async def test_a_whole_chunk_in_the_wrong_place(tmp_path: Path) -> None:
     """A sound chunk of the same namespace is not served under another's key."""
     chain = await stored_before(tmp_path, MIB, 2)
-    async with opened(tmp_path, MIB) as (store, table):
+    async with open_table(tmp_path, MIB) as (store, table):
         one, other = (table.chunks[key] for key in chain.keys)
         overwrite(tmp_path, other.nvme, (tmp_path / "nvme" / VOLUME).read_bytes()[one.nvme :][: one.length])
         promotion = await promoted(store, other)
@@ -310,7 +301,7 @@ async def test_a_whole_chunk_in_the_wrong_place(tmp_path: Path) -> None:
 async def test_a_torn_write(tmp_path: Path, fill: int) -> None:
     """The second half of an extent was never written."""
     chain = await stored_before(tmp_path, MIB, 1)
-    async with opened(tmp_path, MIB) as (store, table):
+    async with open_table(tmp_path, MIB) as (store, table):
         (chunk,) = table.chunks.values()
         overwrite(tmp_path, chunk.nvme + chunk.length // 2, bytes([fill]) * (chunk.length // 2))
         with pytest.raises(CorruptChunk):
@@ -322,7 +313,7 @@ async def test_a_torn_write(tmp_path: Path, fill: int) -> None:
 async def test_damage_in_ram(tmp_path: Path) -> None:
     """A client that saw wrong bytes in the arena is believed only after a look; then the chunk goes from all tiers."""
     chain = chain_of(NS, 2)
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         await store_chain(store, table, chain)
         for key in chain.keys:
             await store.examine(table.chunks[key])
@@ -344,7 +335,7 @@ async def test_an_unreadable_chunk_is_a_miss_and_stays(tmp_path: Path, how: str,
     """An error of the device proves nothing about the bytes: nothing is deleted, and the next read may succeed."""
     chain = await stored_before(tmp_path, NS, 2)
     system = FaultySystem()
-    async with opened(tmp_path, system=system) as (store, table):
+    async with open_table(tmp_path, system=system) as (store, table):
         chunk = table.chunks[chain.keys[0]]
         system.read_error = number
         if how == "promote":
@@ -376,7 +367,7 @@ async def test_one_bad_piece_of_many(tmp_path: Path, piece: int) -> None:
     large = sized_namespace(2 << 20, num_layers=8)
     chain = await stored_before(tmp_path, large, 2)
     system = FaultySystem()
-    async with opened(tmp_path, large, system, io_threads=4) as (store, table):
+    async with open_table(tmp_path, large, system, io_threads=4) as (store, table):
         chunk, other = (table.chunks[key] for key in chain.keys)
         for _ in range(20):
             store.lease(chunk)
@@ -402,7 +393,7 @@ async def test_a_failed_chunk_can_be_asked_for_again_while_others_of_its_load_ar
     """A second promotion may begin before the first load has ended; the daemon lives."""
     chain = await stored_before(tmp_path, MIB, 2)
     gated = GatedSystem()
-    async with opened(tmp_path, MIB, gated, io_threads=4) as (store, table):
+    async with open_table(tmp_path, MIB, gated, io_threads=4) as (store, table):
         chunk, slow = (table.chunks[key] for key in chain.keys)
         gated.bad_reads = {chunk.nvme}
         gated.is_slow = lambda offset: slow.nvme <= offset < slow.nvme + slow.length
@@ -456,7 +447,7 @@ async def test_layers_that_were_announced_stay_while_they_are_held(tmp_path: Pat
     large = sized_namespace(2 << 20, num_layers=8)
     chain = await stored_before(tmp_path, large, 1)
     system = FaultySystem()
-    async with opened(tmp_path, large, system, io_threads=1) as (store, table):
+    async with open_table(tmp_path, large, system, io_threads=1) as (store, table):
         chunk = table.chunks[chain.keys[0]]
         store.lease(chunk)
         (promotion,) = store.promote([chunk])
@@ -481,7 +472,7 @@ async def test_layers_that_were_announced_stay_while_they_are_held(tmp_path: Pat
 async def test_a_truncated_volume(tmp_path: Path) -> None:
     """A volume that lost its end: what was there is proven bad and dropped, everything else goes on."""
     chain = await stored_before(tmp_path, MIB, 3)
-    async with opened(tmp_path, MIB) as (store, table):
+    async with open_table(tmp_path, MIB) as (store, table):
         last = max(table.chunks.values(), key=lambda chunk: chunk.nvme)
         os.truncate(tmp_path / "nvme" / VOLUME, last.nvme + 8192)
         promotion = await promoted(store, last)

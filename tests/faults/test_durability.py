@@ -11,7 +11,7 @@ import random
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,6 @@ from kvfs.messages import StoreStatus
 from kvfs.namespace import Namespace
 from kvfs.opening import open_store
 from kvfs.store import Store
-from kvfs.system import System
 from kvfs.testing import (
     FaultySystem,
     LosingSystem,
@@ -47,13 +46,6 @@ from kvfs.volume import FILE_NAME as VOLUME
 
 NS = tiny_namespace()
 MIB = sized_namespace(1 << 20)
-
-
-def opened(
-    directory: Path, namespace: Namespace = NS, system: System | None = None, **settings: int | None
-) -> AbstractAsyncContextManager[tuple[Store, ChunkTable]]:
-    """A store in the directory, and the table of the namespace."""
-    return open_table(directory, namespace, system, **settings)
 
 
 def crash(directory: Path, to: Path, system: FaultySystem) -> Path:
@@ -95,7 +87,7 @@ def is_right(raw: bytes, chain: KeyChain, position: int, namespace: Namespace) -
 
 async def assert_all_right(directory: Path, chains: list[KeyChain], namespace: Namespace) -> set[bytes]:
     """Whatever a store finds in the directory has the right bytes; returns the keys."""
-    async with opened(directory, namespace) as (store, table):
+    async with open_table(directory, namespace) as (store, table):
         places = {key: (chain, position) for chain in chains for position, key in enumerate(chain.keys)}
         found = set(table.chunks)
         for key in found:
@@ -107,7 +99,7 @@ async def assert_all_right(directory: Path, chains: list[KeyChain], namespace: N
 async def test_clean_means_written_synced_and_committed_in_this_order(tmp_path: Path) -> None:
     """While the sync has not returned nothing is in the index, and nothing is called clean."""
     system = FaultySystem()
-    async with opened(tmp_path, system=system) as (store, table):
+    async with open_table(tmp_path, system=system) as (store, table):
         system.sync_gate.clear()
         num_before = len(system.writes)
         chain = chain_of(NS, 3)
@@ -128,7 +120,7 @@ async def test_clean_survives_power_loss(tmp_path: Path) -> None:
     rng = random.Random(1)
     losing = LosingSystem()
     chains = []
-    async with opened(tmp_path, system=losing, nvme=8 << 20) as (store, table):
+    async with open_table(tmp_path, system=losing, nvme=8 << 20) as (store, table):
         for seed in range(12):
             chain = chain_of(NS, rng.randrange(1, 9), seed)
             chains.append(chain)
@@ -146,7 +138,7 @@ async def test_an_overwritten_volume_survives_power_loss(tmp_path: Path) -> None
     """The same while a full volume is being overwritten: an evicted extent is never reused before it is forgotten."""
     losing = LosingSystem()
     chains = []
-    async with opened(tmp_path, MIB, losing, nvme=6 << 20) as (store, table):
+    async with open_table(tmp_path, MIB, losing, nvme=6 << 20) as (store, table):
         for seed in range(10):
             chains.append(chain_of(MIB, 2, seed))
             assert await store_chain(store, table, chains[-1]) == [StoreStatus.STORED] * 2
@@ -163,7 +155,7 @@ async def test_an_overwritten_volume_survives_power_loss(tmp_path: Path) -> None
 
 async def test_an_extent_is_free_only_after_the_commit(tmp_path: Path) -> None:
     """While the index cannot be written a removed chunk's room on NVMe is not given to another."""
-    async with opened(tmp_path, MIB) as (store, table):
+    async with open_table(tmp_path, MIB) as (store, table):
         chain = chain_of(MIB, 3)
         await store_chain(store, table, chain)
         await store.flush()
@@ -185,7 +177,7 @@ async def test_an_extent_is_free_only_after_the_commit(tmp_path: Path) -> None:
 async def test_removal_is_durable_when_it_returns(tmp_path: Path) -> None:
     """A removed chunk does not come back after a crash."""
     chain, system = chain_of(NS, 4), FaultySystem()
-    async with opened(tmp_path, system=system) as (store, table):
+    async with open_table(tmp_path, system=system) as (store, table):
         await store_chain(store, table, chain)
         await store.flush()
         await store.remove([table.chunks[chain.keys[1]]])
@@ -197,7 +189,7 @@ async def test_removal_is_durable_when_it_returns(tmp_path: Path) -> None:
 async def test_removal_while_the_row_is_being_written(tmp_path: Path, attempt: int) -> None:
     """A chunk that is removed while write-behind commits its row is gone too when the removal returns."""
     chain = chain_of(NS, 2)
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         await store.flush()
         with index_of(tmp_path) as connection:
             connection.execute("BEGIN IMMEDIATE")  # holds the commit of the rows
@@ -222,7 +214,7 @@ async def test_removal_while_the_row_is_being_written(tmp_path: Path, attempt: i
 async def test_an_index_that_cannot_be_written(tmp_path: Path) -> None:
     """Nothing is called clean, nothing leaks; when the index works again everything becomes clean."""
     system = FaultySystem()
-    async with opened(tmp_path, MIB, system) as (store, table):
+    async with open_table(tmp_path, MIB, system) as (store, table):
         chain = chain_of(MIB, 3)
         with index_of(tmp_path) as connection:
             connection.execute("CREATE TRIGGER no BEFORE INSERT ON chunks BEGIN SELECT RAISE(ABORT, 'no'); END")
@@ -240,7 +232,7 @@ async def test_an_index_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.expect_log("writing to NVMe")
 async def test_eviction_with_an_index_that_cannot_be_written(tmp_path: Path) -> None:
     """A full volume whose evictions cannot be committed loses no room for ever."""
-    async with opened(tmp_path, MIB, nvme=6 << 20, ram=16 << 20) as (store, table):
+    async with open_table(tmp_path, MIB, nvme=6 << 20, ram=16 << 20) as (store, table):
         await store_chain(store, table, chain_of(MIB, 4))
         await store.flush()
         with index_of(tmp_path) as connection:
@@ -261,7 +253,7 @@ async def test_eviction_with_an_index_that_cannot_be_written(tmp_path: Path) -> 
 async def test_a_device_that_cannot_be_written(tmp_path: Path, attribute: str, number: int) -> None:
     """Degraded, not broken: RAM goes on as a RAM cache, and when the device works again what is left becomes clean."""
     system = FaultySystem()
-    async with opened(tmp_path, MIB, system) as (store, table):
+    async with open_table(tmp_path, MIB, system) as (store, table):
         setattr(system, attribute, number)
         first = chain_of(MIB, 2)
         await store_chain(store, table, first)
@@ -279,7 +271,7 @@ async def test_a_device_that_cannot_be_written(tmp_path: Path, attribute: str, n
         assert b'"event":"degraded"' in store.events.read(0, 1 << 20)
         assert b'"event":"recovered"' in store.events.read(0, 1 << 20)
         names = set(table.chunks)
-    async with opened(tmp_path, MIB) as (store, table):
+    async with open_table(tmp_path, MIB) as (store, table):
         assert set(table.chunks) == names
         await assert_readable(store, table, chain_of(MIB, 2, 5))
 
@@ -299,7 +291,7 @@ def edit_index(directory: Path, statement: str, *values: object) -> None:
 
 async def restarted_with(directory: Path) -> tuple[set[bytes], set[bytes]]:
     """Keys after a restart, and those that the index has once the store is up (its owner has not written anything)."""
-    async with opened(directory, MIB) as (_, table):
+    async with open_table(directory, MIB) as (_, table):
         return set(table.chunks), indexed_keys(directory)
 
 
@@ -307,7 +299,7 @@ async def restarted_with(directory: Path) -> tuple[set[bytes], set[bytes]]:
 async def chain(tmp_path: Path) -> KeyChain:
     """Four chunks on a volume whose store has ended, the namespace already known to the index."""
     chain = chain_of(MIB, 4)
-    async with opened(tmp_path, MIB) as (store, table):
+    async with open_table(tmp_path, MIB) as (store, table):
         await store_chain(store, table, chain)
     return chain
 
@@ -377,7 +369,7 @@ async def test_a_lost_namespace_is_found_by_the_headers_of_its_chunks(
 ) -> None:
     """Its row is gone, or bears another number: what is on the volume says whose the chunks are."""
     edit_index(tmp_path, statement)
-    async with opened(tmp_path, MIB) as (store, table):
+    async with open_table(tmp_path, MIB) as (store, table):
         assert b"namespace_mended" in store.events.read(0, 1 << 20)
         assert store.counters.rows_dropped == 0
         assert set(table.chunks) == set(chain.keys)
@@ -394,7 +386,7 @@ async def test_an_unreadable_namespace_is_dropped(tmp_path: Path, chain: KeyChai
         assert store.counters.rows_dropped == len(chain.keys)
         assert b'"rows_dropped","chunks":4' in store.events.read(0, 1 << 20)
     assert await restarted_with(tmp_path) == (set(), set())
-    async with opened(tmp_path, MIB) as (store, table):
+    async with open_table(tmp_path, MIB) as (store, table):
         await store_chain(store, table, chain)
     assert await assert_all_right(tmp_path, [chain], MIB) == set(chain.keys)
 

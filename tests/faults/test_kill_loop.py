@@ -27,18 +27,15 @@ from kvfs.errors import UnavailableError
 from kvfs.keys import KeyChain
 from kvfs.messages import StoreStatus
 from kvfs.testing import (
-    DEADLINE_S,
     chain_of,
     load_right,
-    new_chunks,
-    payload_of,
-    plain_mount,
     settings_in,
     socket_path,
     tiny_namespace,
 )
 from kvfs.testing.daemon import ForkedDaemonProcess
 
+from .clients import client_of, store_prompt
 from .volumes import chunk_file
 
 NS = tiny_namespace(head_size=8)
@@ -101,14 +98,8 @@ def store(engine: Engine) -> None:
     """A prompt, a few chunks at a time."""
     chain = chain_of(NS, engine.rng.randrange(1, 20), engine.rng.getrandbits(60))
     engine.ledger.chains.append(chain)
-    new = new_chunks(chain)
-    for begin in range(0, len(new), 4):
-        reservations = engine.client.store(new[begin : begin + 4])
-        for reservation in reservations:
-            if reservation.payload is not None:
-                reservation.payload[:] = payload_of(reservation.chunk.chain, reservation.geometry)  # type: ignore[arg-type]
-        if not {StoreStatus.STORED}.issuperset(engine.client.publish(reservations)):
-            return
+    if not {StoreStatus.STORED}.issuperset(store_prompt(engine.client, chain)):
+        return
     engine.ledger.stored.append(chain)
 
 
@@ -210,7 +201,7 @@ class Load:
         self, directory: Path, daemon: ForkedDaemonProcess, ledger: Ledger, rng: random.Random, number: int
     ) -> None:
         try:
-            with client_of(directory, deadline_s=0.5) as client:
+            with client_of(directory, NS, deadline_s=0.5) as client:
                 while not self._over.is_set():
                     rng.choice(VERBS)(Engine(client, daemon, ledger, rng, directory, number))
         except BaseException as error:  # noqa: BLE001 - the test raises it
@@ -227,10 +218,6 @@ class Load:
             thread.join()
         if self._errors:
             raise self._errors[0]
-
-
-def client_of(directory: Path, deadline_s: float = DEADLINE_S) -> Client:
-    return Client(plain_mount(directory), NS, deadline_s=deadline_s)
 
 
 # the loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from kvfs.client import Client
 from kvfs.errors import CorruptChunk, UnavailableError, UsageError
 from kvfs.keys import KeyChain
 from kvfs.messages import StoreStatus, Tier
-from kvfs.mount.session import Sessions, serve_sessions
+from kvfs.mount.session import Sessions
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
 from kvfs.store import Store
 from kvfs.system import System
@@ -37,7 +37,6 @@ from kvfs.testing import (
     new_chunks,
     open_table,
     payload_of,
-    plain_mount,
     sized_namespace,
     socket_path,
     store_chain,
@@ -45,6 +44,8 @@ from kvfs.testing import (
     tiny_namespace,
 )
 from kvfs.testing.processes import num_descriptors
+
+from .clients import client_of, in_thread, serving, store_prompt
 
 NS = tiny_namespace()
 MIB = sized_namespace(1 << 20)
@@ -61,32 +62,15 @@ class Running:
     directory: Path
 
     def client(self, namespace: Namespace | None = None, **options: Any) -> Client:
-        return Client(
-            plain_mount(self.directory), namespace or self.table.namespace, **{"deadline_s": DEADLINE_S, **options}
-        )
+        return client_of(self.directory, namespace or self.table.namespace, **options)
 
 
 @asynccontextmanager
 async def running(
     directory: Path, namespace: Namespace = NS, system: System | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
-    async with open_table(directory, namespace, system, **settings) as (store, table), trio.open_nursery() as nursery:
-        sessions = await nursery.start(serve_sessions, store, socket_path(directory))
+    async with serving(directory, namespace, system, **settings) as (store, table, sessions):
         yield Running(store, table, sessions, directory)
-        if isinstance(system, FaultySystem):
-            system.open_gates()
-        nursery.cancel_scope.cancel()
-
-
-def store_all(client: Client, chain: KeyChain, begin: int = 0) -> list[StoreStatus]:
-    """What an engine does: reserve, fill, publish."""
-    statuses = []
-    for new in new_chunks(chain, begin):
-        (reservation,) = client.store([new])
-        if reservation.payload is not None:
-            reservation.payload[:] = payload_of(new.chain, reservation.geometry)  # type: ignore[arg-type]
-        statuses += client.publish([reservation])
-    return statuses
 
 
 def load_all(client: Client, chain: KeyChain, *, stream: bool = False) -> list[Tier]:
@@ -102,10 +86,6 @@ def load_all(client: Client, chain: KeyChain, *, stream: bool = False) -> list[T
         return load.sources
 
 
-async def in_thread(work: Callable[..., R], *arguments: Any) -> R:
-    return await trio.to_thread.run_sync(work, *arguments)
-
-
 # what works
 
 
@@ -115,8 +95,8 @@ async def test_store_match_load(tmp_path: Path, stream: bool) -> None:
     chain = chain_of(NS, 6)
     async with running(tmp_path) as daemon:
         with daemon.client() as one, daemon.client() as other:
-            assert await in_thread(store_all, one, chain) == [StoreStatus.STORED] * 6
-            assert await in_thread(store_all, one, chain) == [StoreStatus.EXISTS] * 6
+            assert await in_thread(store_prompt, one, chain) == [StoreStatus.STORED] * 6
+            assert await in_thread(store_prompt, one, chain) == [StoreStatus.EXISTS] * 6
             lease = await in_thread(other.match, chain.chains)
             assert lease.count == 6
             await in_thread(lease.release)
@@ -128,7 +108,7 @@ async def test_store_match_load(tmp_path: Path, stream: bool) -> None:
             assert await in_thread(lambda: load_all(client, chain, stream=stream)) == [Tier.RAM] * 6
             assert client.statistics.failures == 0
             await eventually(lambda: daemon.store.statistics().num_leases == 0)
-            assert daemon.store.counters.loads_nvme == 6
+            await eventually(lambda: daemon.store.counters.loads_nvme == 6)
 
 
 async def test_match_stops_at_the_first_missing_chunk(tmp_path: Path) -> None:
@@ -171,7 +151,7 @@ async def test_a_hole_in_the_window_is_used_again(tmp_path: Path) -> None:
             await in_thread(client.abort, first)
             assert daemon.store.counters.stores_aborted >= 2
             for seed in range(1, 9):
-                assert await in_thread(store_all, client, chain_of(MIB, 1, seed)) == [StoreStatus.STORED]
+                assert await in_thread(store_prompt, client, chain_of(MIB, 1, seed)) == [StoreStatus.STORED]
             assert daemon.store.statistics().ram.used_bytes <= 16 << 20
 
 
@@ -199,7 +179,7 @@ async def test_two_clients_race_to_store_the_same_chunks(tmp_path: Path) -> None
         with daemon.client() as one, daemon.client() as other:
 
             async def race(client: Client) -> None:
-                results.append(await in_thread(store_all, client, chain))
+                results.append(await in_thread(store_prompt, client, chain))
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(race, one)
@@ -477,7 +457,7 @@ async def daemon_peer(daemon: Running) -> AsyncIterator[Peer]:
 async def assert_unharmed(daemon: Running, chain: KeyChain) -> None:
     """Somebody else stores and loads as if nothing had been."""
     with daemon.client() as client:
-        await in_thread(store_all, client, chain)
+        await in_thread(store_prompt, client, chain)
         assert Tier.NONE not in await in_thread(load_all, client, chain)
         assert client.statistics.failures == 0
     assert daemon.store.counters.session_errors == 0

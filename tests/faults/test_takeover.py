@@ -18,13 +18,12 @@ from kvfs.client import Client
 from kvfs.config import Settings
 from kvfs.keys import KeyChain
 from kvfs.messages import StoreStatus
+from kvfs.namespace import Namespace
 from kvfs.testing import (
-    DEADLINE_S,
     chain_of,
     load_right,
     new_chunks,
     payload_of,
-    plain_mount,
     settings_in,
     sized_namespace,
     socket_path,
@@ -32,6 +31,8 @@ from kvfs.testing import (
     wait_until,
 )
 from kvfs.testing.daemon import DaemonProcess
+
+from .clients import client_of, store_prompt
 
 NS = tiny_namespace()
 MIB = sized_namespace(1 << 20)
@@ -52,8 +53,8 @@ class Place:
     def start(self, **settings: object) -> DaemonProcess:
         return DaemonProcess.start(self.settings(**settings), socket_path(self.directory), self.path)
 
-    def client(self, namespace: object = NS) -> Client:
-        return Client(plain_mount(self.directory), namespace, deadline_s=DEADLINE_S)  # type: ignore[arg-type]
+    def client(self, namespace: Namespace = NS) -> Client:
+        return client_of(self.directory, namespace)
 
 
 @pytest.fixture
@@ -64,13 +65,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def store(client: Client, chain: KeyChain) -> None:
-    new = new_chunks(chain)
-    for begin in range(0, len(new), 4):
-        reservations = client.store(new[begin : begin + 4])
-        for reservation in reservations:
-            assert reservation.payload is not None
-            reservation.payload[:] = payload_of(reservation.chunk.chain, reservation.geometry)  # type: ignore[arg-type]
-        assert set(client.publish(reservations)) == {StoreStatus.STORED}
+    assert set(store_prompt(client, chain)) == {StoreStatus.STORED}
 
 
 def taken(daemon: DaemonProcess, keys: set[bytes]) -> None:

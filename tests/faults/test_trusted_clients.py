@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 
 from kvfs import namespace as namespaces
 from kvfs.catalog import ChunkTable
 from kvfs.client import Client, Publishing
 from kvfs.errors import CorruptChunk, UnavailableError
 from kvfs.messages import StoreStatus, Tier
-from kvfs.mount.session import serve_sessions
 from kvfs.store import Store
 from kvfs.testing import (
     DEADLINE_S,
@@ -26,12 +24,12 @@ from kvfs.testing import (
     eventually,
     layer_of,
     new_chunks,
-    open_table,
     payload_of,
     plain_mount,
     sized_namespace,
-    socket_path,
 )
+
+from .clients import client_of, in_thread, serving
 
 MIB = sized_namespace(1 << 20)
 
@@ -53,15 +51,8 @@ time.sleep(60)
 
 @asynccontextmanager
 async def trusted(directory: Path, **settings: Any) -> AsyncIterator[tuple[Store, ChunkTable]]:
-    options = {"access": "trusted", **settings}
-    async with open_table(directory, MIB, None, **options) as (store, table), trio.open_nursery() as nursery:
-        await nursery.start(serve_sessions, store, socket_path(directory))
+    async with serving(directory, MIB, access="trusted", **settings) as (store, table, _):
         yield store, table
-        nursery.cancel_scope.cancel()
-
-
-def client_of(directory: Path) -> Client:
-    return Client(plain_mount(directory), MIB, deadline_s=DEADLINE_S)
 
 
 def fill(client: Client, seed: int, num_chunks: int = 1) -> Publishing:
@@ -86,21 +77,17 @@ def assert_right(client: Client, seed: int, num_chunks: int, source: Tier) -> No
                 assert bytes(load.layer(index, layer)) == layer_of(value, load.geometry(index), layer)
 
 
-async def in_thread(work: Any, *arguments: Any) -> Any:
-    return await trio.to_thread.run_sync(work, *arguments)
-
-
 @pytest.mark.parametrize("huge_pages", ["auto", "never"])
 async def test_what_was_stored_in_place_is_there_after_a_restart(tmp_path: Path, huge_pages: str) -> None:
     """A trusted client writes where the chunk stays; others find it, and the volume has it."""
     async with trusted(tmp_path, huge_pages=huge_pages) as (store, _):
-        with client_of(tmp_path) as one, client_of(tmp_path) as other:
+        with client_of(tmp_path, MIB) as one, client_of(tmp_path, MIB) as other:
             publishing = await in_thread(fill, one, 1, 3)
             assert await in_thread(publishing.wait) == [StoreStatus.STORED] * 3
             await in_thread(assert_right, other, 1, 3, Tier.RAM)
         assert await store.flush()
     async with trusted(tmp_path) as (store, _):
-        with client_of(tmp_path) as client:
+        with client_of(tmp_path, MIB) as client:
             await in_thread(assert_right, client, 1, 3, Tier.NVME)
 
 
@@ -110,7 +97,7 @@ async def test_wrong_bytes_in_place_are_a_miss(tmp_path: Path, tier: Tier) -> No
     """Whoever seals a layer and writes on is trusted; who loads the chunk looks, from whichever tier, and it is gone."""
 
     def spoil() -> list[StoreStatus]:
-        with client_of(tmp_path) as client:
+        with client_of(tmp_path, MIB) as client:
             (reservation,) = client.store(new_chunks(chain_of(MIB, 1)))
             assert reservation.payload is not None
             reservation.payload[:] = bytes(len(reservation.payload))
@@ -120,7 +107,7 @@ async def test_wrong_bytes_in_place_are_a_miss(tmp_path: Path, tier: Tier) -> No
             return client.publish([reservation])
 
     def load() -> None:
-        with client_of(tmp_path) as client:
+        with client_of(tmp_path, MIB) as client:
             load = client.load(chain_of(MIB, 1).chains)
             assert load is not None
             with load, pytest.raises((CorruptChunk, UnavailableError)):
@@ -171,7 +158,7 @@ async def test_a_trusted_client_has_a_budget(tmp_path: Path) -> None:
     async with trusted(tmp_path, window_bytes=2 << 20) as (store, _):
 
         def reserve() -> list[StoreStatus]:
-            with client_of(tmp_path) as client:
+            with client_of(tmp_path, MIB) as client:
                 assert client.window_bytes() == 2 << 20
                 reservations = client.store(new_chunks(chain_of(MIB, 3)))
                 statuses = [reservation.status for reservation in reservations]
@@ -198,7 +185,9 @@ async def test_reserved_memory_waits_for_the_end_of_its_client(tmp_path: Path) -
                 process.stdin.write(namespaces.encode(MIB))
                 process.stdin.close()
                 assert await in_thread(process.stdout.readline) == b"reserved\n"
-                with client_of(tmp_path) as client:  # a session that came and went: the other's end was seen before
+                with client_of(
+                    tmp_path, MIB
+                ) as client:  # a session that came and went: the other's end was seen before
                     publishing = await in_thread(fill, client, 9)
                     await in_thread(publishing.wait)
                 assert store.statistics().ram.used_bytes == 2 * next(iter(store.catalog.chunks())).length
@@ -214,7 +203,7 @@ async def test_publishes_that_overlap(tmp_path: Path) -> None:
     async with trusted(tmp_path, ram=32 << 20, window_bytes=16 << 20) as (store, table):
 
         def overlap() -> None:
-            with client_of(tmp_path) as client:
+            with client_of(tmp_path, MIB) as client:
                 under_way = [fill(client, seed, 2) for seed in range(6)]
                 assert client.match(chain_of(MIB, 2, 99).chains).count == 0
                 for publishing in reversed(under_way):
@@ -264,7 +253,7 @@ async def test_an_isolated_client_of_a_trusting_daemon(tmp_path: Path) -> None:
             try:
                 os.setgid(65534)
                 os.setuid(65534)
-                with client_of(tmp_path) as client:
+                with client_of(tmp_path, MIB) as client:
                     publishing = fill(client, 5)
                     connection = publishing._parts[0][0]
                     is_trusted = connection.welcome is not None and connection.welcome.is_trusted

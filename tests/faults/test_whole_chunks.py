@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import trio
 
 from kvfs.catalog import ChunkTable
 from kvfs.chunk import geometry
@@ -17,24 +16,21 @@ from kvfs.copying import copy_layers
 from kvfs.errors import CorruptChunk, UnavailableError, UsageError
 from kvfs.keys import KeyChain
 from kvfs.messages import StoreStatus, Tier
-from kvfs.mount.session import serve_sessions
 from kvfs.namespace import Namespace
 from kvfs.store import Store
 from kvfs.testing import (
-    DEADLINE_S,
     FaultySystem,
     chain_of,
     checksums_of,
     eventually,
     new_chunks,
-    open_table,
     payload_of,
-    plain_mount,
     sized_namespace,
-    socket_path,
     store_chain,
     tiny_namespace,
 )
+
+from .clients import client_of, in_thread, serving
 
 TINY = tiny_namespace()
 LONG = sized_namespace(3 << 20, num_layers=3)  # layers longer than what is copied at once
@@ -46,18 +42,8 @@ async def running(
     directory: Path, namespace: Namespace, system: FaultySystem | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Store, ChunkTable]]:
     options = {"ram": 64 << 20, "nvme": 96 << 20, "window_bytes": 32 << 20, **settings}
-    async with open_table(directory, namespace, system, **options) as (store, table), trio.open_nursery() as nursery:
-        await nursery.start(serve_sessions, store, socket_path(directory))
+    async with serving(directory, namespace, system, **options) as (store, table, _):
         yield store, table
-        nursery.cancel_scope.cancel()
-
-
-def client_of(directory: Path, namespace: Namespace) -> Client:
-    return Client(plain_mount(directory), namespace, deadline_s=DEADLINE_S)
-
-
-async def in_thread(work: Callable[..., R], *arguments: Any) -> R:
-    return await trio.to_thread.run_sync(work, *arguments)
 
 
 def store_whole(client: Client, chain: KeyChain) -> list[StoreStatus]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,8 @@ from kvfs.errors import UsageError
 from kvfs.intake import Reservation
 from kvfs.keys import KeyChain, key_of
 from kvfs.messages import NewChunk, StoreStatus, Tier
-from kvfs.namespace import Namespace
 from kvfs.opening import open_store
 from kvfs.store import Store
-from kvfs.system import System
 from kvfs.testing import (
     DEADLINE_S,
     FaultySystem,
@@ -41,13 +38,6 @@ STORED, EXISTS, REFUSED, BAD = StoreStatus.STORED, StoreStatus.EXISTS, StoreStat
 NS = tiny_namespace()
 MIB = sized_namespace(1 << 20)
 """Chunks of just under 1 MiB: eight fill a RAM tier of 8 MiB."""
-
-
-def opened(
-    directory: Path, namespace: Namespace = NS, system: System | None = None, **settings: int | None
-) -> AbstractAsyncContextManager[tuple[Store, ChunkTable]]:
-    """A store in the directory, and the table of the namespace."""
-    return open_table(directory, namespace, system, **settings)
 
 
 def chunk_at(table: ChunkTable, chain: KeyChain, position: int) -> Chunk:
@@ -80,12 +70,12 @@ def events(store: Store, kind: str) -> list[dict[str, object]]:
 async def test_store_and_restart(tmp_path: Path) -> None:
     """What was stored is matched and read back, and again after a restart, then from NVMe."""
     chain = chain_of(NS, 5)
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         assert await store_chain(store, table, chain) == [STORED] * 5
         assert chunk_at(table, chain, 0).tier is Tier.RAM
         for position in range(5):
             await assert_right(store, table, chain, position)
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         found = store.match(table, chain.keys)
         assert [chunk.key for chunk in found] == chain.keys
         assert {chunk.tier for chunk in found} == {Tier.NVME}
@@ -101,12 +91,12 @@ async def test_what_a_restart_remembers(tmp_path: Path) -> None:
     chain = chain_of(NS, 3)
     system = FaultySystem()
     system.now_ns = 1000
-    async with opened(tmp_path, system=system) as (store, table):
+    async with open_table(tmp_path, system=system) as (store, table):
         await store_chain(store, table, chain)
         system.now_ns = 2000
         store.touch([chunk_at(table, chain, 1)], [Tier.RAM])
         shape = [(d.name, [c.key for c in d.chunks()]) for d in table.prefixes.directories.values()]
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         chunk = chunk_at(table, chain, 1)
         assert (chunk.created_ns, chunk.last_used_ns, chunk.hits) == (1000, 2000, 1)
         assert (chunk.position, chunk.parent, chunk.num_tokens) == (1, chain.keys[0], 16)
@@ -119,10 +109,10 @@ async def test_short_chunks(tmp_path: Path) -> None:
     """The last chunk of a prompt may be shorter than the others."""
     chain = KeyChain(chain_of(NS, 0).root, 16, list(range(23)))
     short = NewChunk(chain.short_chain(7), chain.keys[0], 1, 7)
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path, NS) as (store, table):
         await store_chain(store, table, chain)
         assert await store_chunk(store, table, short) is STORED
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path, NS) as (store, table):
         chunk = table.chunks[key_of(chain.short_chain(7))]
         geo = NS.derived[7]
         assert chunk.num_tokens == 7
@@ -132,7 +122,7 @@ async def test_short_chunks(tmp_path: Path) -> None:
 
 
 async def test_existing_chunks_are_not_stored_twice(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         (new,) = new_chunks(chain_of(NS, 1))
         assert await store_chunk(store, table, new) is STORED
         assert await store_chunk(store, table, new) is EXISTS
@@ -141,7 +131,7 @@ async def test_existing_chunks_are_not_stored_twice(tmp_path: Path) -> None:
 
 async def test_two_sessions_store_the_same_chunk(tmp_path: Path) -> None:
     """Both get room; the first to publish wins, the second is told, and its room is free again."""
-    async with opened(tmp_path, nvme=None) as (store, table):
+    async with open_table(tmp_path, nvme=None) as (store, table):
         (new,) = new_chunks(chain_of(NS, 1))
         one, other = store.reserve(table, new), store.reserve(table, new)
         assert isinstance(one, Reservation)
@@ -160,7 +150,7 @@ async def test_two_sessions_store_the_same_chunk(tmp_path: Path) -> None:
 
 async def test_wrong_bytes_are_not_published(tmp_path: Path) -> None:
     """Bytes that do not have the checksums that were sent are BAD, in whichever layer, and leave nothing behind."""
-    async with opened(tmp_path, nvme=None) as (store, table):
+    async with open_table(tmp_path, nvme=None) as (store, table):
         (new,) = new_chunks(chain_of(NS, 1))
         for layer in range(NS.num_layers):
             reservation = store.reserve(table, new)
@@ -177,7 +167,7 @@ async def test_wrong_bytes_are_not_published(tmp_path: Path) -> None:
 @pytest.mark.expect_log("a payload could not be received")
 async def test_a_window_that_was_truncated(tmp_path: Path) -> None:
     """A client that takes its window away gets BAD, and the daemon no signal."""
-    async with opened(tmp_path, nvme=None) as (store, table):
+    async with open_table(tmp_path, nvme=None) as (store, table):
         (new,) = new_chunks(chain_of(NS, 1))
         reservation = store.reserve(table, new)
         assert isinstance(reservation, Reservation)
@@ -186,7 +176,7 @@ async def test_a_window_that_was_truncated(tmp_path: Path) -> None:
 
 
 async def test_aborted_reservations_are_free_again(tmp_path: Path) -> None:
-    async with opened(tmp_path, nvme=None) as (store, table):
+    async with open_table(tmp_path, nvme=None) as (store, table):
         reservation = store.reserve(table, new_chunks(chain_of(NS, 1))[0])
         assert isinstance(reservation, Reservation)
         store.abort(reservation)
@@ -196,7 +186,7 @@ async def test_aborted_reservations_are_free_again(tmp_path: Path) -> None:
 
 async def test_impossible_chunks_are_refused(tmp_path: Path) -> None:
     """A number of tokens that the namespace cannot have."""
-    async with opened(tmp_path, nvme=None) as (store, table):
+    async with open_table(tmp_path, nvme=None) as (store, table):
         (new,) = new_chunks(chain_of(NS, 1))
         with pytest.raises(UsageError, match="1 to 16 tokens"):
             store.reserve(table, NewChunk(new.chain, new.parent, 0, 17))
@@ -208,7 +198,7 @@ async def test_a_namespace_has_one_layout(tmp_path: Path) -> None:
 
     other = msgspec.structs.replace(NS, layers=NS.layers[:1])
     assert other.directory == NS.directory
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         await store_chain(store, table, chain_of(NS, 1))
         with pytest.raises(UsageError, match="another chunk layout"):
             store.attach(other)
@@ -240,7 +230,7 @@ async def fill(store: Store, table: ChunkTable, count: int, seed: int = 0) -> Ke
 
 async def test_a_full_ram_of_leases_refuses_at_once(tmp_path: Path) -> None:
     """Nothing waits: with every byte leased a store is refused, counted, and works once a lease ends."""
-    async with opened(tmp_path, MIB) as (store, table):
+    async with open_table(tmp_path, MIB) as (store, table):
         chain = await fill(store, table, 8)
         await store.flush()
         held = store.match(table, chain.keys)
@@ -257,7 +247,7 @@ async def test_a_full_ram_of_leases_refuses_at_once(tmp_path: Path) -> None:
 async def test_a_full_ram_of_dirty_chunks_refuses_at_once(tmp_path: Path) -> None:
     """What is not on NVMe yet may not leave RAM; once it is clean it may."""
     system = FaultySystem()
-    async with opened(tmp_path, MIB, system) as (store, table):
+    async with open_table(tmp_path, MIB, system) as (store, table):
         system.write_gate.clear()
         chain = await fill(store, table, 8)
         assert await store_chunk(store, table, new_chunks(chain_of(MIB, 1, 1))[0]) is REFUSED
@@ -272,7 +262,7 @@ async def test_a_full_ram_of_dirty_chunks_refuses_at_once(tmp_path: Path) -> Non
 
 async def test_ram_evicts_leaves_first(tmp_path: Path) -> None:
     """Of a prefix that was used together, the tail leaves RAM before the head."""
-    async with opened(tmp_path, MIB) as (store, table):
+    async with open_table(tmp_path, MIB) as (store, table):
         chain = await fill(store, table, 8)
         await store.flush()
         store.touch([chunk_at(table, chain, i) for i in range(8)], [Tier.RAM] * 8)
@@ -283,13 +273,13 @@ async def test_ram_evicts_leaves_first(tmp_path: Path) -> None:
 
 async def test_a_chain_that_was_only_stored_also_goes_leaf_first(tmp_path: Path) -> None:
     """A stored prefix was used from its head to its tail: its tail goes first, from RAM and after a restart alike."""
-    async with opened(tmp_path, MIB, nvme=12 << 20) as (store, table):
+    async with open_table(tmp_path, MIB, nvme=12 << 20) as (store, table):
         chain = await fill(store, table, 8)
         store.stored([chunk_at(table, chain, 7)])
         await store.flush()
         await fill(store, table, 3, seed=1)
         assert [chunk_at(table, chain, i).tier for i in range(8)] == [Tier.RAM] * 5 + [Tier.NVME] * 3
-    async with opened(tmp_path, MIB, nvme=12 << 20) as (store, table):
+    async with open_table(tmp_path, MIB, nvme=12 << 20) as (store, table):
         await fill(store, table, 4, seed=2)
         await store.flush()
         left = [chunk_at(table, chain, i).position for i in range(8) if chain.keys[i] in table.chunks]
@@ -299,7 +289,7 @@ async def test_a_chain_that_was_only_stored_also_goes_leaf_first(tmp_path: Path)
 
 async def test_a_ram_cache_needs_no_disk(tmp_path: Path) -> None:
     """Without NVMe eviction removes a chunk, the tail of what is oldest first; nothing touches the disk."""
-    async with opened(tmp_path, MIB, nvme=None) as (store, table):
+    async with open_table(tmp_path, MIB, nvme=None) as (store, table):
         chain = await fill(store, table, 8)
         assert not store.has_nvme
         assert store.statistics().nvme is None
@@ -336,7 +326,7 @@ async def test_what_does_not_fit_ram_at_all_is_refused(tmp_path: Path) -> None:
 
 async def test_a_lease_keeps_bytes_through_removal(tmp_path: Path) -> None:
     """A removed chunk is out of sight at once; who holds it reads on, and its room comes back with the last lease."""
-    async with opened(tmp_path, MIB, nvme=None) as (store, table):
+    async with open_table(tmp_path, MIB, nvme=None) as (store, table):
         chain = await fill(store, table, 8)
         chunk = chunk_at(table, chain, 3)
         store.lease(chunk)
@@ -353,9 +343,9 @@ async def test_a_lease_keeps_bytes_through_removal(tmp_path: Path) -> None:
 
 async def test_a_lease_keeps_bytes_on_nvme_through_removal(tmp_path: Path) -> None:
     """The same for a chunk that is on NVMe only: its extent is not reused while it is held."""
-    async with opened(tmp_path, MIB) as (store, table):
+    async with open_table(tmp_path, MIB) as (store, table):
         chain = await fill(store, table, 8)
-    async with opened(tmp_path, MIB, nvme=32 << 20) as (store, table):
+    async with open_table(tmp_path, MIB, nvme=32 << 20) as (store, table):
         chunk = chunk_at(table, chain, 0)
         store.lease(chunk)
         await store.remove([chunk])
@@ -370,7 +360,7 @@ async def test_a_lease_keeps_bytes_on_nvme_through_removal(tmp_path: Path) -> No
 
 async def test_a_removed_key_can_be_stored_again(tmp_path: Path) -> None:
     """Also while somebody still reads the old one."""
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         chain = await fill(store, table, 2)
         old = chunk_at(table, chain, 0)
         store.lease(old)
@@ -380,14 +370,14 @@ async def test_a_removed_key_can_be_stored_again(tmp_path: Path) -> None:
         store.release(old)
         await store.flush()
         await assert_right(store, table, chain, 0)
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         await assert_right(store, table, chain, 0)
 
 
 async def test_removal_is_told_and_counted(tmp_path: Path) -> None:
     """Observers learn of what is published, moved and removed, with the directory that it was in."""
     seen: list[tuple[str, bytes, str | None]] = []
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         store.on_change.append(
             lambda change, chunk, directory: seen.append((change, chunk.key, directory.name if directory else None))
         )
@@ -409,7 +399,7 @@ async def test_removal_is_told_and_counted(tmp_path: Path) -> None:
 async def test_a_long_chain_is_removed_quickly(tmp_path: Path) -> None:
     """``rm -r`` of a prefix of thousands of chunks does not hold the event loop for seconds."""
     small = sized_namespace(2 * 4096, num_layers=1)
-    async with opened(tmp_path, small, nvme=None, ram=32 << 20) as (store, table):
+    async with open_table(tmp_path, small, nvme=None, ram=32 << 20) as (store, table):
         chain = await fill(store, table, 3000)
         begin = time.thread_time()
         await store.remove(list(table.prefixes.directories[chain.keys[0].hex()].subtree()))
@@ -419,7 +409,7 @@ async def test_a_long_chain_is_removed_quickly(tmp_path: Path) -> None:
 
 async def test_demoted_orphans_go_first(tmp_path: Path) -> None:
     """What was built on a removed chunk cannot be reached: it is evicted before anything else."""
-    async with opened(tmp_path, MIB, nvme=None) as (store, table):
+    async with open_table(tmp_path, MIB, nvme=None) as (store, table):
         one = await fill(store, table, 4)
         other = await fill(store, table, 4, seed=1)
         store.touch([chunk_at(table, one, i) for i in range(4)], [Tier.RAM] * 4)
@@ -434,7 +424,7 @@ async def test_demoted_orphans_go_first(tmp_path: Path) -> None:
 
 async def test_a_full_volume_evicts_what_was_used_longest_ago(tmp_path: Path) -> None:
     """A full volume is no error: the least recently used chunks go, the rest stays right, also after a restart."""
-    async with opened(tmp_path, MIB, nvme=10 << 20) as (store, table):
+    async with open_table(tmp_path, MIB, nvme=10 << 20) as (store, table):
         old = await fill(store, table, 4)
         await store.flush()
         used = await fill(store, table, 4, seed=1)
@@ -451,7 +441,7 @@ async def test_a_full_volume_evicts_what_was_used_longest_ago(tmp_path: Path) ->
                 store.release(chunk)
         names = {chunk.key for chunk in table.chunks.values() if not chunk.is_dirty}
         assert used.keys[0] in names or store.counters.evictions_nvme > 4
-    async with opened(tmp_path, MIB, nvme=10 << 20) as (store, table):
+    async with open_table(tmp_path, MIB, nvme=10 << 20) as (store, table):
         assert set(table.chunks) == names
         for chain in (old, used, new):
             for position, key in enumerate(chain.keys):
@@ -461,7 +451,7 @@ async def test_a_full_volume_evicts_what_was_used_longest_ago(tmp_path: Path) ->
 
 async def test_a_volume_full_of_leases_keeps_chunks_in_ram(tmp_path: Path) -> None:
     """Nothing on NVMe may go: new chunks stay dirty in RAM, and are written when a lease ends."""
-    async with opened(tmp_path, MIB, nvme=4 << 20, ram=16 << 20) as (store, table):
+    async with open_table(tmp_path, MIB, nvme=4 << 20, ram=16 << 20) as (store, table):
         chain = await fill(store, table, 3)
         await store.flush()
         held = store.match(table, chain.keys)
@@ -488,22 +478,22 @@ async def test_the_volume_has_no_room_for_a_chunk_at_all(tmp_path: Path) -> None
 
 async def test_shutdown_flushes(tmp_path: Path) -> None:
     """Leaving the store writes what is dirty, though nobody waited for it."""
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         chain = await fill(store, table, 6)
         assert store.statistics().num_dirty > 0
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         assert set(table.chunks) == set(chain.keys)
 
 
 async def test_cancelling_flushes_too(tmp_path: Path) -> None:
     """A store whose surroundings are cancelled (Ctrl-C) still writes what is dirty before it goes, and at once."""
     with trio.fail_after(DEADLINE_S), trio.CancelScope() as scope:
-        async with opened(tmp_path) as (store, table):
+        async with open_table(tmp_path) as (store, table):
             chain = await fill(store, table, 6)
             assert store.statistics().num_dirty > 0
             scope.cancel()
             await trio.sleep_forever()
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         assert set(table.chunks) == set(chain.keys)
 
 
@@ -511,34 +501,34 @@ async def test_an_error_inside_flushes_too(tmp_path: Path) -> None:
     """So does one that is left by an exception."""
     chain = chain_of(NS, 3)
     with pytest.RaisesGroup(pytest.RaisesExc(ZeroDivisionError)):
-        async with opened(tmp_path) as (store, table):
+        async with open_table(tmp_path) as (store, table):
             await store_chain(store, table, chain)
             raise ZeroDivisionError
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         assert set(table.chunks) == set(chain.keys)
 
 
 async def test_nothing_is_left_open(tmp_path: Path) -> None:
     """A store that was opened and closed has given back every descriptor."""
-    async with opened(tmp_path) as (store, table):
+    async with open_table(tmp_path) as (store, table):
         await fill(store, table, 1)
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(2):
-        async with opened(tmp_path) as (store, table):
+        async with open_table(tmp_path) as (store, table):
             await read_all(store, next(iter(table.chunks.values())))
     assert set(os.listdir("/proc/self/fd")) == before
 
 
 async def test_a_second_store_on_the_volume_is_refused(tmp_path: Path) -> None:
-    async with opened(tmp_path):
+    async with open_table(tmp_path):
         with pytest.raises(UsageError, match="in use by another"):
-            async with opened(tmp_path):
+            async with open_table(tmp_path):
                 pass
 
 
 async def test_capacity_is_true(tmp_path: Path) -> None:
     """`df`: the volume's size and what is used of it, dirty chunks included; never more than all of it."""
-    async with opened(tmp_path, MIB, nvme=10 << 20) as (store, table):
+    async with open_table(tmp_path, MIB, nvme=10 << 20) as (store, table):
         empty = store.capacity()
         assert empty.total_bytes == (10 << 20) - 4096
         assert (empty.used_bytes, empty.num_chunks) == (0, 0)

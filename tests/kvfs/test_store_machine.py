@@ -14,17 +14,13 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
-import json
+import math
 import os
 import shutil
 import sqlite3
-import threading
 import time
-from array import array
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 import trio
@@ -41,24 +37,23 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvfs import keys
+from kvfs import residency, volume_writer
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
-from kvfs.chunk import Facts, Geometry, build_header, geometry
 from kvfs.config import POLICIES
 from kvfs.errors import CapacityError, UnavailableError
 from kvfs.index import FILE_NAME as INDEX
 from kvfs.intake import Handed, Reservation, WindowSlot
-from kvfs.keys import ChainHash, Key, KeyChain
-from kvfs.messages import NewChunk, StoreStatus, Tier
-from kvfs.namespace import Namespace
+from kvfs.messages import StoreStatus
 from kvfs.opening import open_store
 from kvfs.pins import FOREVER
-from kvfs.promotion import Promotion
 from kvfs.stripes import Stripe
-from kvfs.testing import LosingSystem, checksums_of, payload_of, settings_in, sized_namespace
+from kvfs.testing import LosingSystem, checksums_of, settings_in
 from kvfs.volume import FILE_NAME as VOLUME
 
-T = TypeVar("T")
+from .store_checks import Checks
+from .store_loop import HANGS_AFTER_S, Loop
+from .store_model import NAMESPACES, NODE_AT, NODES, QUOTAS, Hold, Model, Node
+
 STORED, EXISTS, REFUSED, BAD = StoreStatus.STORED, StoreStatus.EXISTS, StoreStatus.REFUSED, StoreStatus.BAD
 
 RAM_BYTES = 2 << 20
@@ -66,182 +61,12 @@ VOLUME_BYTES = (3 << 20, 5 << 20, 12 << 20, None)
 HOLDS_ALL_BYTES = 12 << 20
 STEPS_OF_A_LIFE = 15
 """After so many the store may be restarted; hypothesis would choose to do it all the time."""
-HANGS_AFTER_S = 120.0
-NAMESPACES = (sized_namespace(512 << 10, "tests/large"), sized_namespace(200 << 10, "tests/small"))
-
-
-class Node:
-    """A chunk that may be stored: its name is the path of its full chunks, and the tokens of a short one behind them.
-
-    No dataclass: hypothesis would print its payload.
-    """
-
-    def __init__(self, name: str, namespace: int, new: NewChunk, geo: Geometry, path: Sequence[Key]) -> None:
-        self.name = name
-        self.namespace = namespace
-        self.new = new
-        self.key = keys.key_of(ChainHash(new.chain))
-        self.geo = geo
-        self.payload = payload_of(ChainHash(new.chain), geo)
-        self.path = path
-
-    def __repr__(self) -> str:
-        return f"<{self.name} of {self.namespace}>"
-
-    def file(self, created_ns: int) -> bytes:
-        """The whole file, if it was published then."""
-        new, sums = self.new, checksums_of(self.payload, self.geo)
-        facts = Facts(ChainHash(new.chain), Key(new.parent), new.position, new.num_tokens, created_ns, sums)
-        return build_header(self.geo, facts) + self.payload + bytes(self.geo.pad_bytes)
-
-
-def node_of(number: int, namespace: Namespace, full: str, num_short: int) -> Node:
-    step = namespace.identity.tokens_per_chunk
-    tokens = array("I", [ord(letter) for letter in full for _ in range(step)] + [0] * num_short)
-    chain = KeyChain(keys.root(namespace.identity.fingerprint()), step, tokens)
-    value = chain.short_chain(num_short) if num_short else chain.chains[-1]
-    position = len(full) - (not num_short)
-    new = NewChunk(value, keys.key_of(chain.parent_of(position)), position, num_short or step)
-    geo = geometry(namespace, new.num_tokens)
-    path = list(dict.fromkeys([*chain.keys, keys.key_of(value)]))
-    return Node(f"{full}+{num_short}", number, new, geo, path)
-
-
-NODES = [
-    node_of(number, namespace, full, num_short)
-    for number, namespace in enumerate(NAMESPACES)
-    for full, num_short in [
-        ("a", 0), ("ab", 0), ("abc", 0), ("abcd", 0), ("abX", 0), ("abXY", 0), ("aZ", 0), ("Q", 0), ("QR", 0),
-        ("a", 3), ("abcd", 5), ("abcd", 9),
-    ]
-]  # fmt: skip
-NODE_AT = {(node.namespace, node.key): node for node in NODES}
-EVENTS = frozenset({
-    "namespace", "namespace_removed", "publish", "rm", "evict", "expire", "degraded", "recovered", "pin", "pin_refused",
-    "unpin", "limits",
-})  # fmt: skip
-QUOTAS = (None, None, None, 300 << 10, 1 << 20, 2 << 20)
-
-
-@dataclass(eq=False)
-class Hold:
-    """A lease that the model holds, the bytes that were read under it, and whether its chunk was removed since."""
-
-    node: Node
-    chunk: Chunk
-    expected: bytes
-    view: memoryview | None = None
-    was_removed: bool = False
-
-
-@dataclass
-class Model:
-    """What the test knows of one run of the store.
-
-    Attributes: visible; pinned; quotas and bytes of the namespaces, by number; known: every chunk that was ever visible; evicted: those whose eviction may not be durable yet;
-    reservations, holds: what the test has to give back; promotions: those that had not ended when last looked at.
-    """
-
-    visible: set[Node] = field(default_factory=set)
-    pinned: set[Node] = field(default_factory=set)
-    quotas: list[int | None] = field(default_factory=lambda: [None] * len(NAMESPACES))
-    num_bytes: list[int] = field(default_factory=lambda: [0] * len(NAMESPACES))
-    is_expiring: bool = False
-    known: set[Chunk] = field(default_factory=set)
-    evicted: set[Node] = field(default_factory=set)
-    reservations: list[tuple[Node, Reservation]] = field(default_factory=list)
-    holds: list[Hold] = field(default_factory=list)
-    promotions: list[Promotion] = field(default_factory=list)
-    num_event_bytes: int = 0
-    had_read_error: bool = False  # what joins a read that failed hears of it later
-    num_evictions: int = 0
-    num_steps: int = 0
-    was_degraded: bool = False
-
-    @property
-    def held(self) -> set[Node]:
-        """What is pinned, and what of its chain is stored without a gap."""
-        held = set()
-        for node in self.pinned:
-            above: Node | None = node
-            while above in self.visible:
-                held.add(above)
-                above = NODE_AT.get((above.namespace, Key(above.new.parent)))
-        return held
-
-
-class Loop:
-    """Trio in a thread; its clock moves only when told to."""
-
-    def __init__(self) -> None:
-        self.clock = trio.testing.MockClock()
-        self._ready = threading.Event()
-        self._waiting: set[concurrent.futures.Future[Any]] = set()
-        self._thread = threading.Thread(target=self._run, name="loop of the store")
-        self._thread.start()
-        self._ready.wait()
-
-    def _run(self) -> None:
-        error: BaseException = RuntimeError("the loop ended")
-        try:
-            trio.run(self._live, clock=self.clock)
-        except BaseException as failure:  # noqa: BLE001 - it is told to whoever waits
-            error = failure
-        self._ready.set()
-        for future in list(self._waiting):
-            future.set_exception(error)
-
-    async def _live(self) -> None:
-        self._end = trio.Event()
-        self._token = trio.lowlevel.current_trio_token()
-        async with trio.open_nursery() as self._nursery:
-            self._ready.set()
-            await self._end.wait()
-
-    def start(self, work: Callable[[], Awaitable[T]]) -> concurrent.futures.Future[T]:
-        """Begin it in a task; what it raises is in the future, and hurts nothing else."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self._waiting.add(future)
-
-        async def task() -> None:
-            try:
-                value = await work()
-            except BaseException as error:
-                self._waiting.discard(future)
-                future.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise
-            else:
-                self._waiting.discard(future)
-                future.set_result(value)
-
-        self._token.run_sync_soon(self._nursery.start_soon, task)
-        return future
-
-    def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do it and wait."""
-        return self.start(work).result(timeout=HANGS_AFTER_S)
-
-    def run_while_time_passes(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do it and wait, and let every retry come at once."""
-        future = self.start(work)
-        give_up = time.monotonic() + HANGS_AFTER_S
-        while not concurrent.futures.wait([future], timeout=0.005).done and time.monotonic() < give_up:
-            self._token.run_sync_soon(self.clock.jump, 31.0)
-        return future.result(timeout=0)
-
-    def end(self) -> None:
-        """Let it end, and wait."""
-        if self._thread.is_alive():
-            self._token.run_sync_soon(self._end.set)
-        self._thread.join()
-
 
 a_node = st.sampled_from(NODES)
 some_nodes = st.lists(a_node, min_size=1, max_size=6)
 
 
-class StoreMachine(RuleBasedStateMachine):
+class StoreMachine(Checks, RuleBasedStateMachine):
     """See the module. Each method named `_do_…` runs in the event loop's thread."""
 
     def __init__(self, directory: Path) -> None:
@@ -342,12 +167,6 @@ class StoreMachine(RuleBasedStateMachine):
                 self.loop._token.run_sync_soon(self.ended.set)
             self.loop.end()
             shutil.rmtree(self.root)
-
-    def _node_of(self, chunk: Chunk) -> Node:
-        return NODE_AT[self.numbers[chunk.table.directory], chunk.key]
-
-    def _chunk(self, node: Node) -> Chunk | None:
-        return self._table(node).chunks.get(node.key)
 
     def _table(self, node: Node) -> ChunkTable:
         return self.tables[node.namespace]
@@ -466,13 +285,6 @@ class StoreMachine(RuleBasedStateMachine):
             await self._do_publish(taken, bad)
 
     # finding, loading, holding
-
-    def _tidy(self) -> None:
-        """Forget promotions that ended, but those that failed and whose extent a lease still keeps."""
-        self.model.promotions = [
-            promotion for promotion in self.model.promotions
-            if promotion.num_left or (promotion.error is not None and promotion.chunk.leases)
-        ]  # fmt: skip
 
     def _do_hold(self, node: Node, chunk: Chunk, *, is_leased: bool = False) -> Hold:
         if not is_leased:
@@ -884,122 +696,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.num_steps += 1
         self._check()
 
-    def _check(self) -> None:
-        async def work() -> None:
-            self._do_check()
-
-        self.loop.run(work)
-
-    def _do_check(self) -> None:
-        self._tidy()
-        self._do_take_events()
-        self._do_check_bytes()
-        self._do_check_tiers()
-        self._do_check_quotas()
-
-    def _do_take_events(self) -> None:
-        """What is visible is what the events say, and each event was called for."""
-        model = self.model
-        raw = self.store.events.read(model.num_event_bytes, 1 << 30)
-        model.num_event_bytes += len(raw)
-        removed = set()
-        for event in map(json.loads, raw.splitlines()):
-            kind = event["event"]
-            assert kind in EVENTS, event
-            if kind == "degraded":
-                model.was_degraded = True
-            if "key" not in event:
-                continue
-            node = NODE_AT[self.numbers[event["namespace"]], Key(bytes.fromhex(event["key"]))]
-            was_held = model.held
-            if kind == "publish":
-                assert node not in model.visible
-                model.visible.add(node)
-                continue
-            model.visible.remove(node)
-            if kind == "rm":
-                removed.add(node)
-                model.pinned.discard(node)
-            else:
-                assert kind == "evict" or model.is_expiring
-                assert node not in was_held, f"{node} was evicted though it was held"
-                model.evicted.add(node)
-                model.num_evictions += kind == "evict"
-        for hold in model.holds:
-            if hold.chunk.is_removed and not hold.was_removed:
-                assert hold.node in removed, f"{hold.node} was evicted while it was held"
-                hold.was_removed = True
-        found = {self._node_of(chunk) for chunk in self.store.catalog.chunks()}
-        assert found == model.visible
-        pinned = {node for node in found if (chunk := self._chunk(node)) and self.store.limits.end_of_pin(chunk)}
-        assert pinned == model.pinned
-        statistics = self.store.statistics()
-        assert statistics.num_pinned == len(pinned)
-        assert statistics.held_bytes == sum(node.geo.file_bytes for node in model.held)
-        counters = self.store.counters
-        if self.nvme and not model.was_degraded:
-            assert counters.evictions_nvme + counters.evictions_quota == model.num_evictions
-        assert counters.corrupt == 0
-
-    def _do_check_bytes(self) -> None:
-        for chunk in self.store.catalog.chunks():
-            assert chunk.tier is not Tier.NONE
-            if chunk.ram != NOWHERE:
-                node = self._node_of(chunk)
-                begin = chunk.ram + node.geo.header_bytes
-                assert self.store.arena.view[begin : begin + node.geo.payload_bytes] == node.payload
-        for hold in self.model.holds:
-            chunk = hold.chunk
-            assert chunk.tier is not Tier.NONE
-            assert hold.view is None or hold.view == hold.expected
-            if chunk.ram != NOWHERE:
-                assert self.store.arena.view[chunk.ram : chunk.ram + chunk.length] == hold.expected
-
-    def _do_check_tiers(self) -> None:
-        """Extents do not overlap, and what is used is what somebody has."""
-        model, statistics = self.model, self.store.statistics()
-        model.known = {chunk for chunk in model.known if not chunk.is_removed or chunk.leases}
-        in_ram = [(chunk.ram, chunk.length) for chunk in model.known if chunk.ram != NOWHERE]
-        in_ram += [(one.offset, one.geometry.file_bytes) for _, one in [*model.reservations, *self.being_published]]
-        in_ram += [(promotion.offset, promotion.chunk.length) for promotion in model.promotions]
-        on_nvme = [
-            (chunk.volume * (1 << 40) + chunk.nvme, chunk.length) for chunk in model.known if chunk.nvme != NOWHERE
-        ]
-        for extents in (in_ram, on_nvme):
-            extents.sort()
-            for (begin, length), (follower, _) in itertools.pairwise(extents):
-                assert begin + length <= follower
-        assert statistics.ram.used_bytes == sum(length for _, length in in_ram)
-        assert statistics.ram.num_chunks == sum(chunk.ram != NOWHERE for chunk in self.store.catalog.chunks())
-        assert statistics.num_leases == sum(chunk.leases for chunk in model.known)
-        assert statistics.num_leases >= len(model.holds)
-        if statistics.nvme is not None:
-            assert statistics.nvme.used_bytes >= sum(length for _, length in on_nvme)
-            assert statistics.nvme.num_chunks == sum(chunk.nvme != NOWHERE for chunk in self.store.catalog.chunks())
-
-    def _do_check_quotas(self) -> None:
-        """A namespace that has more than its quota, because of a pin or a crash or an earlier one, does not grow."""
-        model = self.model
-        for number, table in enumerate(self.tables):
-            stored = sum(node.geo.file_bytes for node in model.visible if node.namespace == number)
-            waiting = [one for _, one in [*model.reservations, *self.being_published] if one.table is table]
-            reserved = sum(one.geometry.file_bytes for one in waiting)
-            assert (table.stored_bytes, table.reserved_bytes) == (stored, reserved)
-            quota = table.quota_bytes
-            assert quota == model.quotas[number]
-            assert quota is None or stored + reserved <= max(quota, model.num_bytes[number])
-            model.num_bytes[number] = stored + reserved
-
-    def _do_check_quiet(self) -> None:
-        """Nothing is under way: only what the test holds is leased, and NVMe has room for all but what is clean."""
-        model, statistics = self.model, self.store.statistics()
-        assert statistics.num_dirty == statistics.dirty_bytes == 0
-        assert statistics.num_leases == len(model.holds)
-        if statistics.nvme is not None:
-            assert not any(chunk.is_dirty for chunk in self.store.catalog.chunks())
-            lengths = [chunk.length for chunk in model.known if chunk.nvme != NOWHERE]
-            assert statistics.nvme.used_bytes == sum(lengths)
-
 
 COMMON = settings(
     deadline=None, print_blob=True, suppress_health_check=list(HealthCheck), phases=set(Phase) - {Phase.explain}
@@ -1017,6 +713,13 @@ def play(directory: Path, how: settings) -> None:
             super().__init__(root)
 
     run_state_machine_as_test(Machine, settings=how)
+
+
+@pytest.fixture(autouse=True)
+def _devices_may_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock jumps while threads work, so it does not say that a device hangs."""
+    monkeypatch.setattr(residency, "PATIENCE_S", math.inf)
+    monkeypatch.setattr(volume_writer, "_HANGS_AFTER_S", math.inf)
 
 
 @EXPECTED

@@ -97,9 +97,9 @@ class Mount:
         return file
 
     def make_draft(self) -> str:
-        self.copying.make_directory(self.tree.root, self.namespace.directory.encode())
+        self.copying.directories.make(self.tree.root, self.namespace.directory.encode())
         for name in (b"chunks", b"prefixes"):
-            self.copying.make_directory(self.at(self.namespace.directory), name)
+            self.copying.directories.make(self.at(self.namespace.directory), name)
         return self.namespace.directory
 
 
@@ -173,7 +173,7 @@ async def test_a_draft_ages_out_with_all_that_waits_in_it(mount: Mount) -> None:
     await mount.write(f"{name}/chunks", file_name(key), raw)
     mount.clock.now_s += MAX_AGE_S - 1
     await mount.copying.expire()
-    directory = mount.copying.make_directory(mount.at(f"{name}/prefixes"), b"1" * 32)
+    directory = mount.copying.directories.make(mount.at(f"{name}/prefixes"), b"1" * 32)
     mount.clock.now_s += MAX_AGE_S - 1
     await mount.copying.expire()
     assert mount.find(f"{name}/prefixes/{'1' * 32}") is directory
@@ -222,18 +222,18 @@ async def test_a_copy_of_a_namespace_shows_what_was_made(mount: Mount) -> None:
     """Until nothing was done for a while, or the time of the directory is set, as cp and tar do at their end."""
     name = mount.namespace.directory
     for quiet in (False, True):
-        mount.copying.make_directory(mount.tree.root, name.encode(), COPIER)
+        mount.copying.directories.make(mount.tree.root, name.encode(), COPIER)
         await mount.write(name, "namespace.json", namespaces.encode(mount.namespace))
         assert mount.tree.lookup(mount.at(name), b"chunks", COPIER) is None
         assert mount.find(f"{name}/chunks") is not None
-        mount.copying.make_directory(mount.at(name), b"chunks")
+        mount.copying.directories.make(mount.at(name), b"chunks")
         key, raw = chunk_file(mount.namespace, "a")
         await mount.write(f"{name}/chunks", file_name(key), raw)
         assert mount.tree.lookup(mount.at(name), b"prefixes", COPIER) is None
         assert len(mount.tree.entries(mount.at(f"{name}/prefixes"))) == 1
-        mount.copying.make_directory(mount.at(name), b"prefixes")
+        mount.copying.directories.make(mount.at(name), b"prefixes")
         assert mount.tree.entries(mount.at(f"{name}/prefixes")) == []
-        made = mount.copying.make_directory(mount.at(f"{name}/prefixes"), key.hex().encode())
+        made = mount.copying.directories.make(mount.at(f"{name}/prefixes"), key.hex().encode())
         chunk = mount.store.catalog.tables[name].chunks[key]
         assert mount.copying.link(chunk, made, chunk.file_name.encode()) is chunk
         assert mount.tree.entries(made) == [chunk]
@@ -250,10 +250,10 @@ async def test_a_copy_of_a_namespace_shows_what_was_made(mount: Mount) -> None:
 async def test_a_namespace_without_prefixes_is_whole(mount: Mount) -> None:
     """What was exported has no prefixes/: all but whoever copies find it at once, and that one when the copy is over."""
     name = mount.namespace.directory
-    mount.copying.make_directory(mount.tree.root, name.encode(), COPIER)
+    mount.copying.directories.make(mount.tree.root, name.encode(), COPIER)
     assert mount.tree.entries(mount.at(name)) == []
     await mount.write(name, "namespace.json", namespaces.encode(mount.namespace))
-    mount.copying.make_directory(mount.at(name), b"chunks", COPIER)
+    mount.copying.directories.make(mount.at(name), b"chunks", COPIER)
     key, raw = chunk_file(mount.namespace, "a")
     await mount.write(f"{name}/chunks", file_name(key), raw)
     chunk = mount.store.catalog.tables[name].chunks[key]
@@ -271,36 +271,36 @@ async def test_a_namespace_without_prefixes_is_whole(mount: Mount) -> None:
 async def test_what_a_draft_shows_goes_with_its_chunk(mount: Mount) -> None:
     """So that its directories can be removed, as long as it takes; what was removed can be made again."""
     name = mount.namespace.directory
-    mount.copying.make_directory(mount.tree.root, name.encode(), COPIER)
+    mount.copying.directories.make(mount.tree.root, name.encode(), COPIER)
     await mount.write(name, "namespace.json", namespaces.encode(mount.namespace))
-    prefixes = mount.copying.make_directory(mount.at(name), b"prefixes", COPIER)
+    prefixes = mount.copying.directories.make(mount.at(name), b"prefixes", COPIER)
     key, raw = chunk_file(mount.namespace, "a")
-    made = mount.copying.make_directory(prefixes, key.hex().encode())
+    made = mount.copying.directories.make(prefixes, key.hex().encode())
     await mount.write(f"{name}/prefixes/{key.hex()}", file_name(key), raw)
     chunk = mount.store.catalog.tables[name].chunks[key]
     assert mount.tree.entries(made) == [chunk]
-    assert refused_by(lambda: mount.copying.remove_directory(prefixes, key.hex().encode())) == errno.ENOTEMPTY
+    assert refused_by(lambda: mount.copying.directories.remove(prefixes, key.hex().encode())) == errno.ENOTEMPTY
     mount.clock.now_s += QUIET_S - 1
     assert not mount.copying.unlink(made, chunk.file_name.encode())
     await mount.store.remove([chunk], "rm")
     mount.clock.now_s += QUIET_S - 1
     assert mount.tree.entries(made) == []
-    assert mount.copying.remove_directory(prefixes, key.hex().encode())
+    assert mount.copying.directories.remove(prefixes, key.hex().encode())
     assert mount.tree.entries(mount.at(f"{name}/prefixes")) == []
     for directory in (b"prefixes", b"chunks"):
         before = mount.at(f"{name}/{directory.decode()}")
-        assert not mount.copying.remove_directory(mount.at(name), directory)
+        assert not mount.copying.directories.remove(mount.at(name), directory)
         assert mount.tree.remove_directory(mount.at(name), directory) is None
         assert mount.find(f"{name}/{directory.decode()}") is None
-        again = mount.copying.make_directory(mount.at(name), directory)
+        again = mount.copying.directories.make(mount.at(name), directory)
         assert mount.at(f"{name}/{directory.decode()}") is again
         assert again.inode != before.inode  # the kernel does not look into what it saw removed
     mount.clock.now_s += QUIET_S
     assert mount.tree.remove_directory(mount.at(name), b"chunks") is None
-    mount.copying.make_directory(mount.at(name), b"chunks")
+    mount.copying.directories.make(mount.at(name), b"chunks")
     await mount.write(f"{name}/chunks", file_name(key), raw)
     with pytest.raises(Refused):
-        mount.copying.make_directory(mount.at(name), b"chunks")
+        mount.copying.directories.make(mount.at(name), b"chunks")
 
 
 async def test_a_chunk_that_was_copied_in_shows_one_link_for_a_while(mount: Mount, table: ChunkTable) -> None:
@@ -427,15 +427,15 @@ async def test_a_file_that_is_dropped_while_it_is_held(mount: Mount) -> None:
 
 async def test_drafts_are_bounded(mount: Mount) -> None:
     for number in range(MAX_DRAFTS):
-        mount.copying.make_directory(mount.tree.root, f"tiny-f32-r0of1-{number:012x}".encode())
+        mount.copying.directories.make(mount.tree.root, f"tiny-f32-r0of1-{number:012x}".encode())
     with pytest.raises(CapacityError):
-        mount.copying.make_directory(mount.tree.root, b"tiny-f32-r0of1-ffffffffffff")
+        mount.copying.directories.make(mount.tree.root, b"tiny-f32-r0of1-ffffffffffff")
 
 
 async def test_an_empty_prefix_directory_is_forgotten(mount: Mount, table: ChunkTable) -> None:
     """One that was made and not used is dropped from the kernel, so that it can go."""
     prefixes = mount.at(f"{table.directory}/prefixes")
-    made = mount.copying.make_directory(prefixes, b"1" * 32)
+    made = mount.copying.directories.make(prefixes, b"1" * 32)
     mount.inodes.remember(made)  # type: ignore[arg-type]
     mount.clock.now_s += MAX_AGE_S + 1
     await mount.copying.expire()
@@ -458,8 +458,8 @@ async def test_names_of_drafts_that_were_given_up_cost_nothing(mount: Mount) -> 
     inodes = []
     for number in range(3000):
         name = f"{mount.namespace.directory[:-12]}{number:012x}".encode()
-        inodes.append(mount.copying.make_directory(mount.tree.root, name).inode)
-        assert mount.copying.remove_directory(mount.tree.root, name)
+        inodes.append(mount.copying.directories.make(mount.tree.root, name).inode)
+        assert mount.copying.directories.remove(mount.tree.root, name)
     assert len(mount.tree._tables) == 1
     assert len(mount.tree._fixed) <= MAX_GONE + 100
     last = mount.tree.fixed(inodes[-1])
@@ -483,19 +483,19 @@ async def test_empty_prefixes_that_people_make_are_bounded(
     mount: Mount, table: ChunkTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that got a chunk, or are gone, do not count."""
-    monkeypatch.setattr("kvfs.mount.copying_in.MAX_EMPTY_DIRECTORIES", 2)
+    monkeypatch.setattr("kvfs.mount.made_directories.MAX_EMPTY_DIRECTORIES", 2)
     prefixes = f"{table.directory}/prefixes"
     keys = [chunk_file(mount.namespace, letter) for letter in "abcd"]
-    made = [mount.copying.make_directory(mount.at(prefixes), key.hex().encode()) for key, _ in keys[:2]]
+    made = [mount.copying.directories.make(mount.at(prefixes), key.hex().encode()) for key, _ in keys[:2]]
     with pytest.raises(CapacityError):
-        mount.copying.make_directory(mount.at(prefixes), keys[2][0].hex().encode())
+        mount.copying.directories.make(mount.at(prefixes), keys[2][0].hex().encode())
     key, raw = keys[0]
     await mount.write(f"{prefixes}/{key.hex()}", file_name(key), raw)
-    made.append(mount.copying.make_directory(mount.at(prefixes), keys[2][0].hex().encode()))
+    made.append(mount.copying.directories.make(mount.at(prefixes), keys[2][0].hex().encode()))
     with pytest.raises(CapacityError):
-        mount.copying.make_directory(mount.at(prefixes), keys[3][0].hex().encode())
+        mount.copying.directories.make(mount.at(prefixes), keys[3][0].hex().encode())
     mount.tree.remove_directory(mount.at(prefixes), keys[2][0].hex().encode())
-    mount.copying.make_directory(mount.at(prefixes), keys[3][0].hex().encode())
+    mount.copying.directories.make(mount.at(prefixes), keys[3][0].hex().encode())
 
 
 async def test_a_file_that_is_written_anew_while_namespace_json_comes(mount: Mount) -> None:
@@ -528,7 +528,7 @@ async def test_two_names_of_a_file_that_waits(mount: Mount) -> None:
     name = file_name(key).encode()
     await mount.write(f"{top}/chunks", file_name(key), raw)
     chunks, prefixes = mount.at(f"{top}/chunks"), mount.at(f"{top}/prefixes")
-    first, second = (mount.copying.make_directory(prefixes, digit * 32) for digit in (b"1", b"2"))
+    first, second = (mount.copying.directories.make(prefixes, digit * 32) for digit in (b"1", b"2"))
     file = mount.at(f"{top}/chunks/{file_name(key)}")
     assert mount.copying.link(file, first, name) is file
     assert await refused(mount.copying.rename(chunks, name, chunks, b".x", 0)) == errno.EPERM

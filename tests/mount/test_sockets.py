@@ -12,6 +12,7 @@ import pytest
 
 from kvfs.errors import UsageError
 from kvfs.mount.sockets import directory_for, socket_directory
+from kvfs.testing import DEADLINE_S
 
 
 def test_it_is_made_and_removed(tmp_path: Path) -> None:
@@ -48,7 +49,7 @@ with socket_directory("/mnt/a", sys.argv[1], is_shared=False) as path:
     open(path, "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, timeout=DEADLINE_S)
     assert ended.returncode == -9
     left = Path(directory_for("/mnt/a", str(tmp_path)))
     assert (left / "session.sock").exists()

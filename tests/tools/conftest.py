@@ -93,3 +93,10 @@ def store(path: Path, tokens: list[int], namespace: Namespace = NAMESPACE, *, fi
                 reservation.payload[:] = bytes(len(reservation.payload))
         assert set(client.publish(reservations)) <= {StoreStatus.STORED, StoreStatus.EXISTS}
     return [key_of(value).hex() for value in chain.chains[first:]]
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], sentence: str) -> None:
+    """The command was used wrongly: it says so in one sentence that begins like this, and nothing else."""
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"kvfs: {sentence}")
+    assert result.stderr.count("\n") == 1

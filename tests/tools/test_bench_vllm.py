@@ -27,7 +27,7 @@ from kvfs.tools.bench_vllm.runs import Plan
 from kvfs.tools.bench_vllm.workload import Workload
 from kvfs.tools.demo.prompt import text
 
-from .conftest import kvfs
+from .conftest import assert_refused, kvfs
 
 DEFAULT = Workload()
 SMALL = Workload(num_groups=3, prompts_per_group=5, system_prompt_len=300, question_len=17, output_len=4)
@@ -350,10 +350,7 @@ def test_a_picture_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> 
     ],
 )
 def test_mistakes_are_one_sentence(arguments: list[str], sentence: str) -> None:
-    result = kvfs("bench", "vllm", *arguments)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"kvfs: {sentence}")
-    assert result.stderr.count("\n") == 1
+    assert_refused(kvfs("bench", "vllm", *arguments), sentence)
 
 
 def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

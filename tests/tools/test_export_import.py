@@ -20,7 +20,7 @@ from kvfs.mount import mountpoint
 from kvfs.testing import DEADLINE_S, wait_until
 from kvfs.testing.processes import command_line
 
-from .conftest import KVFS, NAMESPACE, Mount, kvfs, store
+from .conftest import KVFS, NAMESPACE, Mount, assert_refused, kvfs, store
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 NAME = NAMESPACE.directory
@@ -190,10 +190,7 @@ def test_an_interrupt_leaves_whole_chunks(source: Mount, target: Mount, tmp_path
     ],
 )
 def test_mistakes_end_with_one_sentence(arguments: list[str], sentence: str) -> None:
-    result = kvfs(*arguments)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"kvfs: {sentence}")
-    assert result.stderr.count("\n") == 1
+    assert_refused(kvfs(*arguments), sentence)
 
 
 def test_more_mistakes(source: Mount, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import NAMESPACE, Mount, kvfs, store
+from .conftest import NAMESPACE, Mount, assert_refused, kvfs, store
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 
@@ -42,10 +42,7 @@ def pinned(mount: Mount, keys: list[str]) -> list[str]:
     ],
 )
 def test_mistakes_end_with_one_sentence(arguments: list[str], sentence: str) -> None:
-    result = kvfs(*arguments)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"kvfs: {sentence}")
-    assert result.stderr.count("\n") == 1
+    assert_refused(kvfs(*arguments), sentence)
 
 
 def test_prefixes_and_namespaces(mount: Mount) -> None:

@@ -7,7 +7,7 @@ import os
 import msgspec
 import pytest
 
-from .conftest import NAMESPACE, Mount, kvfs, store
+from .conftest import NAMESPACE, Mount, assert_refused, kvfs, store
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 
@@ -29,10 +29,7 @@ OTHER = msgspec.structs.replace(
     ],
 )
 def test_mistakes_end_with_one_sentence(arguments: list[str], sentence: str) -> None:
-    result = kvfs("quota", "/nowhere", *arguments)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"kvfs: {sentence}")
-    assert result.stderr.count("\n") == 1
+    assert_refused(kvfs("quota", "/nowhere", *arguments), sentence)
 
 
 def test_limits_are_set_and_shown(mount: Mount) -> None:

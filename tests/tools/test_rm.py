@@ -21,7 +21,7 @@ from kvfs.keys import KeyChain, root
 from kvfs.testing import DEADLINE_S, wait_until
 from kvfs.tools import removing, rm
 
-from .conftest import KVFS, NAMESPACE, Mount, kvfs, store
+from .conftest import KVFS, NAMESPACE, Mount, assert_refused, kvfs, store
 
 pytestmark = [
     pytest.mark.heavy,
@@ -78,10 +78,7 @@ def test_what_is_no_age(text: str) -> None:
 )
 def test_mistakes_end_with_one_sentence(arguments: list[str], sentence: str) -> None:
     """Without a word on what to remove nothing is removed."""
-    result = kvfs("rm", "/nowhere", *arguments)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"kvfs: {sentence}")
-    assert result.stderr.count("\n") == 1
+    assert_refused(kvfs("rm", "/nowhere", *arguments), sentence)
 
 
 def test_prefixes_by_the_paths_that_ls_prints(mount: Mount) -> None:

@@ -20,6 +20,7 @@ from kvfs.tools.bench import rig, rows
 from kvfs.tools.bench.crowd import crowd
 from kvfs.tools.bench.movement import hits_under_writes, movement
 from kvfs.tools.bench.results import Row
+from kvfs.tools.bench.scratch import scratch_below
 
 EXAMPLES = """
 kvfs bench
@@ -70,7 +71,7 @@ def bench(
     fresh_rounds = 0 if quick else max(1, rounds // 2)
     console = Console(stderr=True)
     found: list[Row] = []
-    with rig.scratch(directory) as scratch, console.status("starting") as status:
+    with scratch_below(directory) as scratch, console.status("starting") as status:
         for shape, num_sets in _SHAPES:
             found += rows.transfers(
                 shape, _below(scratch), num_sets, rounds, fresh_rounds, cast(Access, access), status.update

@@ -30,6 +30,7 @@ from kvfs.errors import UsageError
 from kvfs.tools.bench import rig
 from kvfs.tools.bench.crowd import anonymous_bytes, list_all
 from kvfs.tools.bench.results import Row
+from kvfs.tools.bench.scratch import scratch_below
 from kvfs.tools.interrupting import entered, interruptible
 
 EXAMPLES = """
@@ -88,7 +89,7 @@ def bench_million(
     )
     with (
         interruptible() as ignore,
-        rig.scratch(directory) as scratch,
+        scratch_below(directory) as scratch,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("starting", total=num_chunks)

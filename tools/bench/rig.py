@@ -6,15 +6,13 @@ import contextlib
 import mmap
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -28,6 +26,8 @@ from kvfs.errors import UnavailableError, UsageError
 from kvfs.mount import mountpoint
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
 from kvfs.tools import background, mounted
+from kvfs.tools.bench.scratch import lock_above
+from kvfs.tools.tied import tied
 
 WINDOW_BYTES = 128 << 20
 TOKENS_PER_CHUNK = 256
@@ -110,15 +110,9 @@ class Daemon:
 
     def __enter__(self) -> Self:
         read_fd, write_fd = os.pipe()
+        command = [sys.executable, "-m", "kvfs.tools.cli", "mount", *background.flags(self._settings)]
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "kvfs.tools.cli",
-                "mount",
-                *background.flags(self._settings),
-                f"--report-fd={write_fd}",
-            ],
+            tied([*command, f"--report-fd={write_fd}"], signal.SIGTERM, lock_above(self.mount)),
             stdin=subprocess.DEVNULL,
             pass_fds=[write_fd],
             start_new_session=True,
@@ -161,16 +155,6 @@ class Daemon:
     def arena_kind(self) -> str:
         """Which form the arena has."""
         return str(mounted.read_status(self.mount)["ram"]["kind"])
-
-
-@contextlib.contextmanager
-def scratch(directory: Path | None) -> Iterator[Path]:
-    """An empty directory that is gone afterwards."""
-    path = Path(tempfile.mkdtemp(prefix="kvfs-bench-", dir=directory)).resolve()
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def settings(directory: Path, name: str, ram_bytes: int, nvme_bytes: int, access: Access = "isolated") -> Settings:

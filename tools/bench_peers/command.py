@@ -15,10 +15,11 @@ from rich.table import Table
 
 import kvfs
 from kvfs.errors import UsageError
-from kvfs.tools.bench import rig
+from kvfs.tools.bench.scratch import scratch_below
 from kvfs.tools.bench_peers.finding import VERSION, installed_lmcache, is_known
 from kvfs.tools.bench_peers.measuring import MODELS, STEPS_A_ROUND, Measured, Model, measure
 from kvfs.tools.bench_peers.results import OURS, Comparison
+from kvfs.tools.environments import chosen_python
 from kvfs.tools.interrupting import interruptible
 
 EXAMPLES = """
@@ -61,7 +62,7 @@ def bench_peers(
     on NVMe only. A store ends when it counts as done: for kvfs when it is on the device and would survive a power loss;
     for LocalDisk when write(2) has returned; for fs_native when the file is renamed; neither of the two syncs.
     """
-    found_python = _python(python)
+    found_python = chosen_python(python, installed_lmcache, is_known, f"LMCache {VERSION}", "bench-peers")
     models = [
         model if num_chunks is None else msgspec.structs.replace(model, num_chunks=num_chunks) for model in MODELS
     ]
@@ -94,7 +95,7 @@ def compare(python: str, models: list[Model], rounds: int, directory: Path) -> C
     found: list[Measured] = []
     with (
         interruptible() as ignore,
-        rig.scratch(directory) as scratch,
+        scratch_below(directory) as scratch,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("starting", total=STEPS_A_ROUND * (rounds + 1) * len(models) + 1)
@@ -155,20 +156,6 @@ def _available_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     raise AssertionError("the kernel tells no MemAvailable")
-
-
-def _python(python: Path | None) -> str:
-    if python is not None:
-        path = os.path.abspath(python)  # not resolved: a Python of an environment is a link, and is found by its name
-        if not is_known(path):
-            raise UsageError(f"--python: {path} has no LMCache {VERSION}")
-        return path
-    found = installed_lmcache()
-    if found is None:
-        raise UsageError(
-            f"there is no LMCache {VERSION} here: `make bench-peers` sets one up, --python PATH names an environment's Python"
-        )
-    return found
 
 
 def _size(chunk_bytes: int) -> str:

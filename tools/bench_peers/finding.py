@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from pathlib import Path
+from kvfs.tools.environments import find_python, last_line
 
 VERSION = "0.5.6"
-_LOOK = "from importlib.metadata import version; print(version('lmcache')); import torch"
+_LOOK = "from importlib.metadata import version; import torch; print(version('lmcache'))"
 
 
 def installed_lmcache() -> str | None:
     """The Python of the LMCache that the script has set up; only the one in KVFS_LMCACHE_PYTHON where that is set."""
-    named = os.environ.get("KVFS_LMCACHE_PYTHON")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvfs", "envs")
-    set_up = [str(record.parent / "bin" / "python") for record in sorted(cache.glob(f"lmcache-{VERSION}-*/.kvfs"))]
-    return next((python for python in ([named] if named else set_up) if is_known(python)), None)
+    return find_python("KVFS_LMCACHE_PYTHON", f"lmcache-{VERSION}-*", is_known)
 
 
 def is_known(python: str) -> bool:
     """Whether this Python has the LMCache that the comparison is written for."""
-    try:
-        done = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, check=False, cwd="/")
-    except OSError:
-        return False
-    return done.returncode == 0 and done.stdout.split()[:1] == [VERSION]
+    return last_line(python, _LOOK) == VERSION

@@ -14,6 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from kvfs.errors import KvfsError
+from kvfs.tools.tied import tied
 
 _WORKER = Path(__file__).with_name("lmcache_worker.py")
 _DEADLINE_S = 300.0
@@ -59,7 +60,7 @@ class Worker:
         command = [self._python, "-P", os.fspath(_WORKER), msgspec.json.encode(self._task).decode()]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, cwd="/",
+                tied(command, signal.SIGKILL), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, cwd="/",
                 pass_fds=[self._task.source_fd], start_new_session=True, bufsize=0,
             )  # fmt: skip
         hello = self._answer()

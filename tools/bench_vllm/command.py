@@ -21,6 +21,7 @@ from kvfs.tools.bench_vllm.runs import CHUNK_TOKENS, ITEM_BYTES, MEANING, Plan
 from kvfs.tools.bench_vllm.workload import Workload
 from kvfs.tools.demo import model as demo_model
 from kvfs.tools.demo_vllm.finding import VERSIONS, installed_vllm, is_known
+from kvfs.tools.environments import chosen_python
 
 EXAMPLES = """
 kvfs bench vllm
@@ -163,17 +164,8 @@ def _names(runs: str) -> list[str]:
 
 
 def _vllm(python: Path | None) -> str:
-    if python is not None:
-        path = os.path.abspath(python)  # not resolved: a Python of an environment is a link, and is found by its name
-        if not is_known(path):
-            raise UsageError(f"--python: {path} has no vLLM {VERSIONS[0]}x with msgspec and xxhash")
-        return path
-    found = installed_vllm()
-    if found is None:
-        raise UsageError(
-            f"there is no vLLM {VERSIONS[0]}x here: `make bench-vllm` sets one up, --python PATH names an environment's Python"
-        )
-    return found
+    wanted = f"vLLM {VERSIONS[0]}x with msgspec and xxhash"
+    return chosen_python(python, installed_vllm, is_known, wanted, "bench-vllm")
 
 
 def _model(model: Path | None) -> Path:

@@ -15,7 +15,7 @@ import msgspec
 
 from kvfs.errors import KvfsError
 from kvfs.tools import mounted
-from kvfs.tools.bench import rig
+from kvfs.tools.bench.scratch import scratch_below
 from kvfs.tools.bench_vllm.asking import Task
 from kvfs.tools.bench_vllm.results import Answer, Line, Pass, PassOver
 from kvfs.tools.bench_vllm.runs import Plan
@@ -31,7 +31,7 @@ Say = Callable[[str, int], None]
 
 def measure(plan: Plan, directory: Path, say: Say, done: Callable[[Pass], None]) -> None:
     """Make all runs; `done` is told each pass when it is over. All files lie in `directory`, after an error only the logs."""
-    with interruptible() as ignore, rig.scratch(directory) as scratch:
+    with interruptible() as ignore, scratch_below(directory) as scratch:
         mount: Mount | None = None
         try:
             for run in plan.runs:

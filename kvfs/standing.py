@@ -1,0 +1,87 @@
+"""How a store stands, gathered from all its parts; the values are those of `kvfs.statistics`.
+
+Concurrency: nothing waits. `unwritten` may be called by a thread that looks on while the event loop is stuck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvfs.config import Settings, VolumeSetting
+from kvfs.metrics import Counters
+from kvfs.residency import Residency
+from kvfs.staging import Staging
+from kvfs.statistics import Capacity, Statistics, TierStatistics, Unwritten, VolumeStatistics
+from kvfs.system import System
+from kvfs.write_behind import WriteBehind
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is looked at; `missing`: volumes that were not there at the start, `arena_kind`: see `Arena`."""
+
+    settings: Settings
+    system: System
+    residency: Residency
+    staging: Staging
+    writer: WriteBehind | None
+    missing: Sequence[VolumeSetting]
+    arena_kind: str
+
+    def capacity(self) -> Capacity:
+        """See `Store.capacity`."""
+        capacity = self.residency.capacity
+        dirty = self.writer.dirty_bytes if self.writer is not None else 0
+        used = min(self.residency.used_bytes + dirty, capacity)
+        return Capacity(capacity, used, self.residency.catalog.num_chunks)
+
+    def statistics(self) -> Statistics:
+        """See `Store.statistics`."""
+        residency, writer = self.residency, self.writer
+        ram, nvme, counters = residency.ram, residency.nvme, residency.counters
+        return Statistics(
+            num_chunks=residency.catalog.num_chunks,
+            num_namespaces=len(residency.catalog.tables),
+            dirty_bytes=writer.dirty_bytes if writer else 0,
+            num_dirty=writer.num_dirty if writer else 0,
+            num_leases=residency.num_leases,
+            num_ghosts=len(residency.ghosts),
+            num_pinned=len(residency.pins),
+            held_bytes=residency.pins.held_bytes,
+            num_kept_back=residency.num_kept_back,
+            kept_back_bytes=residency.kept_back_bytes,
+            admitted_today_bytes=writer.admission.spent_on(self.system.time_ns()).num_bytes if writer else 0,
+            num_staging=self.staging.num_files,
+            staging_bytes=self.staging.size_bytes,
+            ram=TierStatistics(ram.extents.capacity, ram.extents.used_bytes, len(ram.policy), self.arena_kind),
+            nvme=TierStatistics(
+                nvme.capacity, nvme.used_bytes, nvme.num_chunks,
+                "direct" if all(stripe.tier.volume.is_direct for stripe in nvme) else "buffered", nvme.is_degraded,
+            ) if nvme else None,
+            volumes=self._volumes(),
+            counters={name: getattr(counters, name) for name in Counters.__slots__},
+        )  # fmt: skip
+
+    def _volumes(self) -> tuple[VolumeStatistics, ...]:
+        """Each volume, in the order of the settings; one that was missing at the start has nothing."""
+        found = {
+            stripe.directory: VolumeStatistics(
+                stripe.directory, stripe.tier.extents.capacity, stripe.tier.extents.used_bytes,
+                len(stripe.tier.policy), "direct" if stripe.tier.volume.is_direct else "buffered",
+                stripe.tier.is_degraded, self.writer.dirty_bytes_of(stripe) if self.writer is not None else 0,
+                stripe.commits.is_disk_full,
+            )
+            for stripe in self.residency.nvme or ()
+        }  # fmt: skip
+        found |= {
+            each.directory: VolumeStatistics(each.directory, 0, 0, 0, "missing", True, 0) for each in self.missing
+        }
+        return tuple(found[each.directory] for each in self.settings.nvme if each.directory in found)
+
+    def unwritten(self, *, is_kept: bool) -> Unwritten:
+        """What would be lost, or stay in RAM, if the store ended now, and why it is not on NVMe."""
+        if self.writer is None:
+            return Unwritten(0, 0, "", is_kept)
+        reason = self.writer.failure or "there was not enough time"
+        return Unwritten(self.writer.num_dirty, self.writer.dirty_bytes, reason, is_kept)
