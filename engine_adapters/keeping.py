@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 
 from kvfs.client import Client
 from kvfs.errors import UnavailableError, UsageError
@@ -29,14 +30,19 @@ class Keeping:
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvfs-attach-again", daemon=True)
 
-    def open(self) -> None:
-        """Attach now, or as soon as there is a daemon. Raises UsageError if it refuses this client for good."""
+    def open(self) -> str:
+        """Attach now, or as soon as there is a daemon; why not now, "" if it is attached.
+
+        Raises UsageError if the daemon refuses this client for good.
+        """
+        reason = ""
         try:
             self._client.attach()
             self.is_up = True
         except UnavailableError as error:
-            log.warning("going on without a cache until there is one: %s", error)
+            reason = str(error)
         self._thread.start()
+        return reason
 
     def lost(self) -> None:
         """The cache did not answer: it is not to be asked before it was attached to anew."""
@@ -72,3 +78,10 @@ class Keeping:
                 refusal = ""
                 log.info("the cache at %s answers again", self._client.mount)
                 self.is_up = True
+
+
+def warn_once(reasons: Iterable[str]) -> None:
+    """Say in one sentence that some of what was opened (see `Keeping.open`) has no cache yet; each is for one process."""
+    reason = next(filter(None, reasons), "")
+    if reason:
+        log.warning("kvfs: going on without a cache until there is one: %s", reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import FrameType
 from typing import Annotated, Any
 
 import msgspec
@@ -49,6 +50,28 @@ class VllmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def settings_from(extra_config: Mapping[str, Any]) -> VllmSettings:
     """The settings in a `kv_connector_extra_config`; raises UsageError, in one sentence, for what is wrong with it."""
     try:
-        return msgspec.convert(dict(extra_config), VllmSettings)
+        settings = msgspec.convert(dict(extra_config), VllmSettings)
     except msgspec.ValidationError as error:
-        raise UsageError(f"kv_connector_extra_config: {error}; a whole one is {{'mount': '/mnt/kvfs'}}") from error
+        known = ", ".join(VllmSettings.__struct_fields__)
+        raise UsageError(
+            f"kv_connector_extra_config: {error}; a whole one is {{'mount': '/mnt/kvfs'}}, the settings are {known}"
+        ) from error
+    if not settings.mount.startswith("/"):
+        raise UsageError(f"kv_connector_extra_config: mount is {settings.mount!r}, and has to begin with a slash")
+    return settings
+
+
+def check_config_being_made(frame: FrameType | None, module: str) -> None:
+    """Raise UsageError for wrong settings in the configuration that vLLM is making, if `frame` is called from there.
+
+    vLLM imports a connector's module when it makes its configuration, before it starts or loads anything, but hands the
+    settings to nothing of the connector before the model is loaded: on GPUs to `requires_piecewise_for_cudagraph`, with
+    eager execution and on CPUs not even there. So they are looked for with the callers of that import (0.32:
+    `KVConnectorFactory.get_connector_class(kv_transfer_config)`). Where they are not found, the later checks remain.
+    """
+    while frame is not None:
+        config = frame.f_locals.get("kv_transfer_config")
+        if getattr(config, "kv_connector_module_path", None) == module:
+            settings_from(config.kv_connector_extra_config)  # type: ignore[union-attr]
+            return
+        frame = frame.f_back

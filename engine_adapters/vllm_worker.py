@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvfs.client import Client
-from kvfs.engine_adapters.keeping import Keeping
+from kvfs.engine_adapters.keeping import Keeping, warn_once
 from kvfs.engine_adapters.populating import Populating
 from kvfs.engine_adapters.spare_cores import spare_cores
 from kvfs.engine_adapters.vllm_blocks import HostBlocks, KvBlocks
@@ -73,8 +73,7 @@ class WorkerSide:
     def open(self) -> None:
         """Map the cache's memory now, so that no request pays for it. Raises UsageError if it refuses this engine."""
         self._populating.start()
-        for keeping in self._keeping:
-            keeping.open()
+        warn_once([keeping.open() for keeping in self._keeping])
 
     def flush(self) -> None:
         """Wait until everything that was ordered so far is stored, or turned away."""
