@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Iterable
 
 from kvfs.client import Client
 from kvfs.errors import UnavailableError, UsageError
@@ -21,22 +22,29 @@ RETRY_S = 0.5
 class Keeping:
     """Keeps one client attached. Attributes: is_up: there is a session, and no answer was missed since it began."""
 
-    def __init__(self, client: Client, retry_s: float = RETRY_S) -> None:
+    def __init__(self, client: Client, retry_s: float = RETRY_S, attached: Callable[[], None] = lambda: None) -> None:
+        """`attached` is called after each time that the client was attached, in a thread, and may take long."""
         self.is_up = False
+        self._attached = attached
         self._client = client
         self._retry_s = retry_s
         self._closing = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvfs-attach-again", daemon=True)
 
-    def open(self) -> None:
-        """Attach now, or as soon as there is a daemon. Raises UsageError if it refuses this client for good."""
+    def open(self) -> str:
+        """Attach now, or as soon as there is a daemon; why not now, "" if it is attached.
+
+        Raises UsageError if the daemon refuses this client for good.
+        """
+        reason = ""
         try:
             self._client.attach()
             self.is_up = True
         except UnavailableError as error:
-            log.warning("going on without a cache until there is one: %s", error)
+            reason = str(error)
         self._thread.start()
+        return reason
 
     def lost(self) -> None:
         """The cache did not answer: it is not to be asked before it was attached to anew."""
@@ -52,6 +60,8 @@ class Keeping:
 
     def _run(self) -> None:
         refusal = ""
+        if self.is_up:
+            self._attached()
         while True:
             self._wake.wait(self._retry_s)
             self._wake.clear()
@@ -72,3 +82,11 @@ class Keeping:
                 refusal = ""
                 log.info("the cache at %s answers again", self._client.mount)
                 self.is_up = True
+                self._attached()
+
+
+def warn_once(reasons: Iterable[str]) -> None:
+    """Say in one sentence that some of what was opened (see `Keeping.open`) has no cache yet; each is for one process."""
+    reason = next(filter(None, reasons), "")
+    if reason:
+        log.warning("kvfs: going on without a cache until there is one: %s", reason)

@@ -16,6 +16,7 @@ Concurrency: each hook is called by one thread, that of the scheduler or that of
 
 from __future__ import annotations
 
+import inspect
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,11 @@ from typing import Any
 
 import torch
 
+from kvfs.engine_adapters.logging_along import log_with
 from kvfs.engine_adapters.vllm_namespace import check_engine, describe_worker
 from kvfs.engine_adapters.vllm_orders import StepOrders, StepReport
 from kvfs.engine_adapters.vllm_scheduler import SchedulerSide
-from kvfs.engine_adapters.vllm_settings import settings_from
+from kvfs.engine_adapters.vllm_settings import check_config_being_made, settings_from
 from kvfs.engine_adapters.vllm_worker import WorkerSide, open_worker
 from kvfs.engine_adapters.weights_on_disk import digest_files, weight_files
 from kvfs.errors import UsageError
@@ -48,6 +50,7 @@ except ImportError as error:
 from kvfs.engine_adapters.vllm_statistics import KvfsPromMetrics, KvfsStats
 
 log = logging.getLogger(__name__)
+check_config_being_made(inspect.currentframe(), __name__)
 
 
 @dataclass
@@ -81,10 +84,10 @@ class KvfsConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_with_vllm()
+        log_with("vllm")
         self._settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
         check_engine(vllm_config, kv_cache_config)
-        self._is_on_cpu = str(vllm_config.device_config.device_type) == "cpu"
+        self._device_type = str(vllm_config.device_config.device_type)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.kv_load_failure_policy != "recompute":
@@ -103,6 +106,14 @@ class KvfsConnector(KVConnectorBase_V1):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether attention layers wait for their KV inside the forward pass."""
         return settings_from(extra_config).load_async is False  # by default on the CPU only, which has no graphs
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """None: any layout will do. vLLM asks once its block size is known, before it makes its KV cache."""
+        settings = settings_from(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if block_size := vllm_config.cache_config.block_size:
+            settings.chunk_tokens(int(block_size))
+        return None
 
     # the worker
 
@@ -179,8 +190,9 @@ class KvfsConnector(KVConnectorBase_V1):
             raise UsageError("vLLM's workers hold KV of different kinds")
         block_size = int(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._scheduler = SchedulerSide(
-            self._settings, namespaces, block_size, _digest_lora, may_load_in_step=self._is_on_cpu
-        )
+            self._settings, namespaces, block_size, _digest_lora, may_load_in_step=self._device_type == "cpu",
+            may_prefetch=not self._settings.is_direct(self._device_type),
+        )  # fmt: skip
         self._scheduler.open()
 
     def on_new_request(self, request: Any) -> None:
@@ -259,15 +271,6 @@ class KvfsConnector(KVConnectorBase_V1):
     ) -> KvfsPromMetrics:
         """The counters in /metrics."""
         return KvfsPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _log_with_vllm() -> None:
-    """Let kvfs write where vLLM writes."""
-    ours, theirs = logging.getLogger("kvfs"), logging.getLogger("vllm")
-    if not ours.handlers and theirs.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.getEffectiveLevel())
-        ours.propagate = False
 
 
 def _rank_in(group: str) -> int:

@@ -1,7 +1,8 @@
 """KV blocks in GPU memory: gathered and scattered through one staging slab, on a stream of our own.
 
 A layer of a whole load is one copy from pinned memory to the slab and one scatter; a layer of a store one gather and
-one copy back. Two slabs take turns, so that the host fills one while the other is on its way.
+one copy back. Two slabs take turns, so that the host fills one while the other is on its way. What lies in an arena that is
+registered with CUDA is copied from there, a copy a chunk, and not gathered in pinned memory before.
 
 The code is the same for tensors on the host (stream and events are absent then), which is how its gather and scatter are
 tested where there is no GPU; streams and pinned memory are tested where there is one (mark `gpu`).
@@ -13,31 +14,39 @@ write (loads that a step waits for, and those that it does not) one fills a slab
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvfs.engine_adapters.pinned_arena import Arena
 from kvfs.engine_adapters.vllm_blocks import Piece
+from kvfs.errors import UnavailableError
 
+log = logging.getLogger(__name__)
 _WIDTHS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 NUM_SLABS = 2
 
 
 class DeviceBlocks:
-    """The KV memory of a worker on a GPU; see `vllm_blocks.KvBlocks`."""
+    """The KV memory of a worker on a GPU; see `vllm_blocks.KvBlocks`. Attributes: device; bytes_by_way: written from the host so far."""
 
     writes_at_once = False
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
         """`views` are those of `block_view`."""
         self._views = [_widened(view) for view in views]
-        self._device = views[0].device
-        self._loading = _Lane(self._device)
-        self._storing = _Lane(self._device)
+        self.device = views[0].device
+        self.bytes_by_way = Counter(arena=0, staged=0)
+        self._arena: Arena | None = None
+        self._loading = _Lane(self.device)
+        self._storing = _Lane(self.device)
 
     @property
     def num_layers(self) -> int:
@@ -51,7 +60,7 @@ class DeviceBlocks:
 
     def fence(self) -> Any:
         """See KvBlocks."""
-        return _recorded(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
+        return _recorded(torch.cuda.current_stream(self.device)) if self.device.type == "cuda" else None
 
     def after(self, fence: Any) -> None:
         """See KvBlocks."""
@@ -67,15 +76,65 @@ class DeviceBlocks:
         size = sum(len(raw) for _, raw in pieces)
         with lane.lock:
             slab = lane.next_slab(size)
-            offset = 0
-            for _, raw in pieces:
-                slab.host_bytes[offset : offset + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
-                offset += len(raw)
+            is_there = self._copy_from_arena(slab, pieces)
+            self.bytes_by_way["arena" if is_there else "staged"] += size
+            if not is_there:
+                offset = 0
+                for _, raw in pieces:
+                    slab.host_bytes[offset : offset + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
+                    offset += len(raw)
             with lane.current():
-                slab.device[:size].copy_(slab.host[:size], non_blocking=True)
+                if not is_there:
+                    slab.device[:size].copy_(slab.host[:size], non_blocking=True)
                 blocks = slab.device[:size].view(view.dtype).view(-1, *view.shape[1:])
-                view.index_copy_(0, self._ids(pieces), blocks)
+                view.index_copy_(0, self._ids(_all_ids(pieces)), blocks)
                 slab.used(lane.stream)
+
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, this thread's own work on the device is queued where loads are, not behind the engine's."""
+        return self._loading.current()
+
+    def use_arena(self, arena: Arena | None) -> None:
+        """Copy what lies in `arena` from there; what was copied out of the one before has arrived, and it is closed."""
+        with self._loading.lock:
+            before, self._arena = self._arena, arena
+            self.flush()
+            if before is not None:
+                before.close()
+
+    def _copy_from_arena(self, slab: _Slab, pieces: Sequence[Piece]) -> bool:
+        """Queue copies of all pieces to the slab on the device, if that is where they lie; with the lane's lock."""
+        arena = self._arena
+        if arena is None or not all(arena.holds(raw) for _, raw in pieces):
+            return False
+        stream = self._loading.stream
+        address = slab.device.data_ptr()
+        try:
+            for _, raw in pieces:
+                arena.copy(raw, address, stream.cuda_stream if stream is not None else 0)
+                address += len(raw)
+        except UnavailableError as error:
+            log.warning("what is in RAM goes to the GPU through pinned buffers from now on: %s", error)
+            self._arena = None
+            self.flush()
+            with contextlib.suppress(UnavailableError):
+                arena.close()
+            return False
+        return True
+
+    def write_payload(
+        self, payload: torch.Tensor, bounds: Sequence[int], block_ids: Sequence[int], num_kept: int
+    ) -> None:
+        """Put all layers of a chunk into blocks, from bytes on the device, on a boundary of 8; queued as by `write`.
+
+        `bounds` is where each layer of `payload` begins, and its end; the first `num_kept` blocks of each are left out.
+        """
+        lane = self._loading
+        with lane.lock, lane.current():
+            ids = self._ids(block_ids)
+            for layer, view in enumerate(self._views):
+                part = payload[bounds[layer] + num_kept * self.block_bytes(layer) : bounds[layer + 1]]
+                view.index_copy_(0, ids, part.view(view.dtype).view(-1, *view.shape[1:]))
 
     def read(self, layer: int, pieces: Sequence[Piece]) -> None:
         """See KvBlocks."""
@@ -87,7 +146,7 @@ class DeviceBlocks:
             slab = lane.next_slab(size)
             with lane.current():
                 blocks = slab.device[:size].view(view.dtype).view(-1, *view.shape[1:])
-                torch.index_select(view, 0, self._ids(pieces), out=blocks)
+                torch.index_select(view, 0, self._ids(_all_ids(pieces)), out=blocks)
                 slab.host[:size].copy_(slab.device[:size], non_blocking=True)
                 slab.used(lane.stream)
             slab.wait()
@@ -98,21 +157,21 @@ class DeviceBlocks:
 
     def written(self, layer: int) -> Any:
         """See KvBlocks."""
-        return _recorded(self._loading.stream) if self._device.type == "cuda" else None
+        return _recorded(self._loading.stream) if self.device.type == "cuda" else None
 
     def wait(self, event: Any) -> None:
         """See KvBlocks."""
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def flush(self) -> None:
         """See KvBlocks."""
         if self._loading.stream is not None:
             self._loading.stream.synchronize()
 
-    def _ids(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        ids = torch.tensor([block_id for block_ids, _ in pieces for block_id in block_ids], dtype=torch.int64)
-        return ids if self._device.type == "cpu" else ids.pin_memory().to(self._device, non_blocking=True)
+    def _ids(self, block_ids: Iterable[int]) -> torch.Tensor:
+        ids = torch.tensor(list(block_ids), dtype=torch.int64)
+        return ids if self.device.type == "cpu" else ids.pin_memory().to(self.device, non_blocking=True)
 
 
 class _Slab:
@@ -158,15 +217,19 @@ class _Lane:
 
     def next_slab(self, size_bytes: int) -> _Slab:
         """A slab of at least this size that nothing uses."""
-        if len(self._slabs) < NUM_SLABS:
-            slab = _Slab(size_bytes, self._device)
-        else:
+        slab = None
+        if len(self._slabs) == NUM_SLABS:
             slab = self._slabs.pop(0)
             slab.wait()
-            if slab.host.numel() < size_bytes:
+        if slab is None or slab.host.numel() < size_bytes:
+            with self.current():  # whose memory was used by other streams is not given out to this one
                 slab = _Slab(size_bytes, self._device)
         self._slabs.append(slab)
         return slab
+
+
+def _all_ids(pieces: Sequence[Piece]) -> Iterable[int]:
+    return itertools.chain.from_iterable(block_ids for block_ids, _ in pieces)
 
 
 def _recorded(stream: Any) -> Any:

@@ -27,10 +27,11 @@ class PatientSession:
         self._ended: queue.SimpleQueue[Lease | Prefetching | None] = queue.SimpleQueue()
         self._releasing = threading.Thread(target=self._release_all, name="kvfs-release", daemon=True)
 
-    def open(self) -> None:
-        """Attach now, or as soon as there is a daemon. Raises UsageError if it refuses this client for good."""
-        self._keeping.open()
+    def open(self) -> str:
+        """See `Keeping.open`."""
+        reason = self._keeping.open()
         self._releasing.start()
+        return reason
 
     def match(self, chains: Sequence[ChainHash], *, is_again: bool = False) -> Lease:
         """How long a prefix of `chains` is stored, leased; nothing while there is no answer."""

@@ -15,8 +15,14 @@ COUNTERS = {
     "chunks_refused": "Chunks that kvfs turned away, or that could not be handed over.",
     "chunks_dropped": "Chunks that were not stored because too many were waiting.",
     "not_worth_it": "Requests that found a prefix and computed it, because that was measured to be cheaper.",
+    "direct_failures": "1 once a worker gave up reading chunks from NVMe past RAM.",
     "bypasses": "Requests of a kind that kvfs does not serve.",
 }
+
+
+WAYS = ("arena", "staged", "gds", "kvikio", "ring")
+"""How bytes came into GPU memory. From RAM: out of the arena itself, through pinned memory. From NVMe past RAM: by cuFile,
+through kvikio's buffers, through our pinned ones."""
 
 
 class KvfsStats(KVConnectorStats):
@@ -53,6 +59,11 @@ class KvfsPromMetrics(KVConnectorPromMetrics):
             documentation="Prompt tokens whose KV was loaded from kvfs, by tier.",
             labelnames=[*labelnames, "tier"],
         )
+        self._ways = self._counter_cls(
+            name="vllm:kvfs_gpu_bytes",
+            documentation="Bytes loaded into GPU memory, by the way they took.",
+            labelnames=[*labelnames, "way"],
+        )
         self._others = {
             name: self._counter_cls(name=f"vllm:kvfs_{name}", documentation=text, labelnames=labelnames)
             for name, text in COUNTERS.items()
@@ -60,6 +71,8 @@ class KvfsPromMetrics(KVConnectorPromMetrics):
         for labels in per_engine_labelvalues.values():
             for tier in TIERS:  # shown as 0 from the start
                 self._hits.labels(*labels, tier)
+            for way in WAYS:
+                self._ways.labels(*labels, way)
             for counter in self._others.values():
                 counter.labels(*labels)
 
@@ -69,5 +82,7 @@ class KvfsPromMetrics(KVConnectorPromMetrics):
         for name, count in transfer_stats_data.items():
             if name.startswith("hit_tokens_"):
                 self._hits.labels(*labels, name.removeprefix("hit_tokens_")).inc(count)
+            elif name.startswith("gpu_bytes_"):
+                self._ways.labels(*labels, name.removeprefix("gpu_bytes_")).inc(count)
             elif name in self._others:
                 self._others[name].labels(*labels).inc(count)

@@ -7,13 +7,17 @@ wait for them, else after it) · `wait_for_layer` · `begin_stores` · `finished
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 from kvfs.client import Client
-from kvfs.engine_adapters.keeping import Keeping
+from kvfs.engine_adapters.keeping import Keeping, warn_once
+from kvfs.engine_adapters.pinned_arena import register
 from kvfs.engine_adapters.populating import Populating
 from kvfs.engine_adapters.spare_cores import spare_cores
 from kvfs.engine_adapters.vllm_blocks import HostBlocks, KvBlocks
+from kvfs.engine_adapters.vllm_device_blocks import DeviceBlocks
+from kvfs.engine_adapters.vllm_direct_loads import DirectLoads
 from kvfs.engine_adapters.vllm_loads import BlockLoad, BlockLoader
 from kvfs.engine_adapters.vllm_namespace import WorkerKv
 from kvfs.engine_adapters.vllm_orders import StepOrders, StepReport
@@ -43,9 +47,13 @@ class WorkerSide:
     Attributes: kv: what the worker holds.
     """
 
-    def __init__(self, kv: WorkerKv, blocks: KvBlocks, settings: VllmSettings) -> None:
+    def __init__(
+        self, kv: WorkerKv, blocks: KvBlocks, settings: VllmSettings, direct: DirectLoads | None = None
+    ) -> None:
+        """With `direct` chunks that are on NVMe only are read from there; it is closed with this."""
         self.kv = kv
         self._blocks = blocks
+        self._direct = direct
         name = f"vllm rank {kv.namespace.rank}"
         self._clients = [
             Client(settings.mount, kv.namespace, deadline_s=deadline_s, name=f"{name} {what}",
@@ -54,10 +62,13 @@ class WorkerSide:
                 ("loads", settings.deadline_s), ("loads in steps", settings.deadline_s), ("stores", max(settings.deadline_s, STORE_DEADLINE_S)),
             )
         ]  # fmt: skip
-        self._keeping = [Keeping(client) for client in self._clients]
+        self._keeping = [
+            Keeping(client, attached=functools.partial(self._attached, client)) for client in self._clients
+        ]
+        self._copied_from = self._clients[1 if settings.load_async is False else 0]
         num_chunks = kv.num_tokens // kv.namespace.identity.tokens_per_chunk
-        self._loader = BlockLoader(self._clients[0], blocks)
-        self._step_loader = BlockLoader(self._clients[1], blocks)
+        self._loader = BlockLoader(self._clients[0], blocks, direct)
+        self._step_loader = BlockLoader(self._clients[1], blocks, direct)
         self._store = BlockStore(self._clients[2], blocks, max(1, num_chunks // MAX_HELD_SHARE))
         self._populating = Populating(_host_memory(kv))
         self._idle_wait_s = IDLE_WAIT_S if len(spare_cores()) > 1 else IDLE_WAIT_ONE_CORE_S
@@ -68,13 +79,25 @@ class WorkerSide:
         self._received: set[str] = set()
         self._report = StepReport()
         self._counts: Counter[str] = Counter()
-        self._stored_before = Counter[str]()
+        self._counted_before = Counter[str]()
 
     def open(self) -> None:
         """Map the cache's memory now, so that no request pays for it. Raises UsageError if it refuses this engine."""
         self._populating.start()
-        for keeping in self._keeping:
-            keeping.open()
+        for loader in (self._loader, self._step_loader):
+            loader.open()
+        warn_once([keeping.open() for keeping in self._keeping])
+
+    def _attached(self, client: Client) -> None:
+        """There is a session, in the thread that keeps it: what takes long once is done beside the work.
+
+        On a GPU the arena is registered; the window is mapped before there is anything to store.
+        """
+        blocks = self._blocks
+        if client is self._clients[-1] and self.kv.is_storing:
+            client.window_bytes()
+        if client is self._copied_from and isinstance(blocks, DeviceBlocks) and blocks.device.type == "cuda":
+            blocks.use_arena(register(client.arena, blocks.device.index or 0))
 
     def flush(self) -> None:
         """Wait until everything that was ordered so far is stored, or turned away."""
@@ -88,6 +111,10 @@ class WorkerSide:
         self._loader.close()
         self._step_loader.close()
         self._store.close()
+        if self._direct is not None:
+            self._direct.close()
+        if isinstance(self._blocks, DeviceBlocks):
+            self._blocks.use_arena(None)
         for client in self._clients:
             client.close()
 
@@ -160,8 +187,12 @@ class WorkerSide:
             chunks_refused=self._store.num_refused,
             chunks_dropped=self._store.num_dropped,
         )
-        self._counts.update(now - self._stored_before)
-        self._stored_before = now
+        if isinstance(self._blocks, DeviceBlocks):
+            now.update({f"gpu_bytes_{way}": size for way, size in self._blocks.bytes_by_way.items()})
+        if self._direct is not None:
+            now.update(self._direct.totals())
+        self._counts.update(now - self._counted_before)
+        self._counted_before = now
         counts, self._counts = self._counts, Counter()
         return dict(counts) if self.kv.namespace.rank == 0 and self.kv.is_storing else {}
 
@@ -188,15 +219,13 @@ def _host_memory(kv: WorkerKv) -> list[tuple[int, int]]:
 def open_worker(kv: WorkerKv, settings: VllmSettings) -> WorkerSide:
     """A worker's side for the device that its tensors are on; raises UsageError for one that kvfs does not know."""
     device = kv.views[0].device.type
-    blocks: KvBlocks
     if device == "cpu":
-        blocks = HostBlocks(kv.views)
+        side = WorkerSide(kv, HostBlocks(kv.views), settings)
     elif device == "cuda":
-        from kvfs.engine_adapters.vllm_device_blocks import DeviceBlocks
-
         blocks = DeviceBlocks(kv.views)
+        direct = DirectLoads.open(kv.namespace, blocks) if settings.is_direct(device) else None
+        side = WorkerSide(kv, blocks, settings, direct)
     else:
         raise UsageError(f"kvfs moves KV to and from host memory and CUDA devices, not {device!r}")
-    side = WorkerSide(kv, blocks, settings)
     side.open()
     return side

@@ -37,12 +37,17 @@ def find(path: str) -> str:
         raise UsageError(f"{path} lies inside the mount on {resolved}: name the mount itself")
     mount = mountpoint.mount_at(resolved)
     if mount is None:
-        others = sorted({other.path for other in mountpoint.mounts() if other.is_ours})
+        others = all_paths()
         hint = f"; it is mounted on {', '.join(others)}" if others else ""
         raise UsageError(f"kvfs is not mounted on {path}{hint}")
     if not mount.is_ours:
         raise UsageError(f"what is mounted on {path} is not kvfs but {mount.fstype}")
     return resolved
+
+
+def all_paths() -> list[str]:
+    """Where kvfs is mounted, in the order of the alphabet. Never hangs."""
+    return sorted({mount.path for mount in mountpoint.mounts() if mount.is_ours})
 
 
 def inside(path: str) -> tuple[str, str] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -14,12 +14,16 @@ from rich.text import Text
 
 from kvfs import kept
 from kvfs.config import format_size
-from kvfs.errors import UsageError
+from kvfs.errors import UnavailableError, UsageError
 from kvfs.mount import mountpoint as mountpoints
 from kvfs.tools import mounted
 from kvfs.tools.words import format_count, format_duration, format_share
 
 EXAMPLES = """
+kvfs status
+
+The one cache that is mounted; of several a line each.
+
 kvfs status /mnt/kvfs
 
 kvfs status /mnt/kvfs --json | jq .counters
@@ -27,10 +31,22 @@ kvfs status /mnt/kvfs --json | jq .counters
 
 
 def status(
-    mountpoint: Annotated[str, typer.Argument(help="Where the cache is mounted.")],
+    mountpoint: Annotated[
+        str | None, typer.Argument(help="Where the cache is mounted; not needed where there is one only.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The status as it is, for programs.")] = False,
 ) -> None:
     """Show what a cache holds and does."""
+    if mountpoint is None:
+        paths = mounted.all_paths()
+        if not paths:
+            raise UsageError("kvfs is mounted nowhere: `kvfs mount` does it")
+        if len(paths) > 1:
+            if as_json:
+                raise UsageError(f"kvfs is mounted on {', '.join(paths)}: say which")
+            Console().print(overview(paths))
+            return
+        mountpoint = paths[0]
     try:
         path = mounted.find(mountpoint)
         document = mounted.read_status(path)
@@ -44,6 +60,25 @@ def status(
         typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
     else:
         Console().print(panel(path, document))
+
+
+def overview(paths: Sequence[str]) -> RenderableType:
+    """A line for each of several mounts; one that does not answer says so in its line."""
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("mounted on", overflow="fold")
+    for heading in ("chunks", "ram", "nvme"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for path in paths:
+        try:
+            document = mounted.read_status(path)
+        except (UsageError, UnavailableError) as error:
+            table.add_row(Text(path), "-", "-", "-", Text(str(error)))
+            continue
+        tiers = [document.get(name) for name in ("ram", "nvme")]
+        full = [format_size(tier.get("used_bytes", 0)) if isinstance(tier, dict) else "-" for tier in tiers]
+        table.add_row(Text(path), f"{document.get('num_chunks', 0):,}", *full)
+    return table
 
 
 def panel(path: str, document: dict[str, Any]) -> RenderableType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -214,6 +215,43 @@ def test_a_container_does_not_keep_the_daemon(mount: Mount) -> None:
     finally:
         container.kill()
         container.communicate()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes mount namespaces")
+def test_status_without_a_mount_point_finds_what_is_mounted(mount: Mount) -> None:
+    """One mount is shown, several have a line each, none is one sentence; in a namespace without other tests' mounts."""
+    other = Mount(mount.path.parent / "other", [flag.replace("/volume", "/volume2") for flag in mount.flags])
+    script = """
+        kvfs=$1 one=$2 two=$3
+        for path in $(awk '$8 == "fuse.kvfs" {print $5}' /proc/self/mountinfo); do
+            [ "$path" = "$one" ] || [ "$path" = "$two" ] || umount --lazy "$path"
+        done
+        $kvfs status; $kvfs status --json; umount --lazy "$two"
+        $kvfs status; $kvfs status --json; umount --lazy "$one"
+        $kvfs status; true
+    """
+    mount.start()
+    other.start()
+    try:
+        command = ["unshare", "--mount", "--propagation=private", "sh", "-c", script, "sh", KVFS]
+        found = subprocess.run(
+            [*command, str(mount.path), str(other.path)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            check=False, timeout=DEADLINE_S, env={**os.environ, "COLUMNS": "200"},
+        )  # fmt: skip
+        if "unshare" in found.stderr:
+            pytest.skip("mount namespaces cannot be made here")
+    finally:
+        assert kvfs("umount", other.path).returncode == 0
+        assert kvfs("umount", mount.path).returncode == 0
+    several, _, one = found.stdout.partition("╭")
+    assert several.splitlines()[0].split() == ["mounted", "on", "chunks", "ram", "nvme"]
+    assert [line.split()[:2] for line in several.splitlines()[1:]] == [[str(mount.path), "0"], [str(other.path), "0"]]
+    panel, _, document = one.partition("╯")
+    assert f"on {mount.path}" in panel
+    assert json.loads(document)["num_chunks"] == 0
+    refusal, nothing = found.stderr.splitlines()
+    assert refusal == f"kvfs: kvfs is mounted on {mount.path}, {other.path}: say which"
+    assert nothing.startswith("kvfs: kvfs is mounted nowhere")
 
 
 def test_a_forced_unmount_leaves_open_files(mount: Mount) -> None:

@@ -97,26 +97,31 @@ def bench_vllm(
         )
     if dtype not in ITEM_BYTES:
         raise UsageError(f"--dtype is one of {', '.join(ITEM_BYTES)}, not {dtype!r}")
-    plan = Plan(workload, _names(runs), passes, engine_prefixes, _vllm(python), str(_model(model)), dtype)
+    names, model_directory = _names(runs), _model(model)
+    console = Console(stderr=True)
+    with console.status("looking for vLLM, which takes its time to be imported"):
+        found_python = _vllm(python)
+    plan = Plan(workload, names, passes, engine_prefixes, found_python, str(model_directory), dtype)
     _check_room(plan, directory)
-    found = report.result(plan, _measure(plan, directory))
+    console.print(f"vLLM: {plan.python}\nmodel: {plan.model}", highlight=False, markup=False, soft_wrap=True)
+    found = report.result(plan, _measure(plan, directory, console))
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
     else:
-        console = Console()
-        console.print(report.times(found))
-        console.print(report.comparison(found))
+        shown = Console()
+        shown.print(report.times(found))
+        shown.print(report.comparison(found))
         for line in report.remarks(found):
-            console.print(line, highlight=False, soft_wrap=True)
+            shown.print(line, highlight=False, soft_wrap=True)
     if plot is not None:
         from kvfs.tools.bench_vllm.plot import draw
 
         draw(found, plot)
 
 
-def _measure(plan: Plan, directory: Path) -> list[Pass]:
+def _measure(plan: Plan, directory: Path, console: Console) -> list[Pass]:
+    """Make the runs; what is being done is shown from the start: in a bar, or a line each where nobody sees a bar."""
     passes: list[Pass] = []
-    console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -126,6 +131,14 @@ def _measure(plan: Plan, directory: Path) -> list[Pass]:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=plan.num_answers)
+        doing = ""
+
+        def say(what: str, num_answers: int) -> None:
+            nonlocal doing
+            bar.update(task, description=what, advance=num_answers)
+            if what != doing and not console.is_terminal:
+                console.print(what, highlight=False)
+            doing = what
 
         def done(made: Pass) -> None:
             passes.append(made)
@@ -135,9 +148,7 @@ def _measure(plan: Plan, directory: Path) -> list[Pass]:
                 highlight=False,
             )
 
-        measure(
-            plan, directory, lambda what, num_answers: bar.update(task, description=what, advance=num_answers), done
-        )
+        measure(plan, directory, say, done)
     return passes
 
 
