@@ -87,7 +87,7 @@ class KvfsConnector(KVConnectorBase_V1):
         log_with("vllm")
         self._settings = settings_from(self._kv_transfer_config.kv_connector_extra_config)
         check_engine(vllm_config, kv_cache_config)
-        self._is_on_cpu = str(vllm_config.device_config.device_type) == "cpu"
+        self._device_type = str(vllm_config.device_config.device_type)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.kv_load_failure_policy != "recompute":
@@ -190,8 +190,9 @@ class KvfsConnector(KVConnectorBase_V1):
             raise UsageError("vLLM's workers hold KV of different kinds")
         block_size = int(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._scheduler = SchedulerSide(
-            self._settings, namespaces, block_size, _digest_lora, may_load_in_step=self._is_on_cpu
-        )
+            self._settings, namespaces, block_size, _digest_lora, may_load_in_step=self._device_type == "cpu",
+            may_prefetch=not self._settings.is_direct(self._device_type),
+        )  # fmt: skip
         self._scheduler.open()
 
     def on_new_request(self, request: Any) -> None:

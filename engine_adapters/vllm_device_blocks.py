@@ -13,9 +13,10 @@ write (loads that a step waits for, and those that it does not) one fills a slab
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,16 +29,16 @@ NUM_SLABS = 2
 
 
 class DeviceBlocks:
-    """The KV memory of a worker on a GPU; see `vllm_blocks.KvBlocks`."""
+    """The KV memory of a worker on a GPU; see `vllm_blocks.KvBlocks`. Attributes: device."""
 
     writes_at_once = False
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
         """`views` are those of `block_view`."""
         self._views = [_widened(view) for view in views]
-        self._device = views[0].device
-        self._loading = _Lane(self._device)
-        self._storing = _Lane(self._device)
+        self.device = views[0].device
+        self._loading = _Lane(self.device)
+        self._storing = _Lane(self.device)
 
     @property
     def num_layers(self) -> int:
@@ -51,7 +52,7 @@ class DeviceBlocks:
 
     def fence(self) -> Any:
         """See KvBlocks."""
-        return _recorded(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
+        return _recorded(torch.cuda.current_stream(self.device)) if self.device.type == "cuda" else None
 
     def after(self, fence: Any) -> None:
         """See KvBlocks."""
@@ -74,8 +75,22 @@ class DeviceBlocks:
             with lane.current():
                 slab.device[:size].copy_(slab.host[:size], non_blocking=True)
                 blocks = slab.device[:size].view(view.dtype).view(-1, *view.shape[1:])
-                view.index_copy_(0, self._ids(pieces), blocks)
+                view.index_copy_(0, self._ids(_all_ids(pieces)), blocks)
                 slab.used(lane.stream)
+
+    def write_payload(
+        self, payload: torch.Tensor, bounds: Sequence[int], block_ids: Sequence[int], num_kept: int
+    ) -> None:
+        """Put all layers of a chunk into blocks, from bytes on the device, on a boundary of 8; queued as by `write`.
+
+        `bounds` is where each layer of `payload` begins, and its end; the first `num_kept` blocks of each are left out.
+        """
+        lane = self._loading
+        with lane.lock, lane.current():
+            ids = self._ids(block_ids)
+            for layer, view in enumerate(self._views):
+                part = payload[bounds[layer] + num_kept * self.block_bytes(layer) : bounds[layer + 1]]
+                view.index_copy_(0, ids, part.view(view.dtype).view(-1, *view.shape[1:]))
 
     def read(self, layer: int, pieces: Sequence[Piece]) -> None:
         """See KvBlocks."""
@@ -87,7 +102,7 @@ class DeviceBlocks:
             slab = lane.next_slab(size)
             with lane.current():
                 blocks = slab.device[:size].view(view.dtype).view(-1, *view.shape[1:])
-                torch.index_select(view, 0, self._ids(pieces), out=blocks)
+                torch.index_select(view, 0, self._ids(_all_ids(pieces)), out=blocks)
                 slab.host[:size].copy_(slab.device[:size], non_blocking=True)
                 slab.used(lane.stream)
             slab.wait()
@@ -98,21 +113,21 @@ class DeviceBlocks:
 
     def written(self, layer: int) -> Any:
         """See KvBlocks."""
-        return _recorded(self._loading.stream) if self._device.type == "cuda" else None
+        return _recorded(self._loading.stream) if self.device.type == "cuda" else None
 
     def wait(self, event: Any) -> None:
         """See KvBlocks."""
         if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def flush(self) -> None:
         """See KvBlocks."""
         if self._loading.stream is not None:
             self._loading.stream.synchronize()
 
-    def _ids(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        ids = torch.tensor([block_id for block_ids, _ in pieces for block_id in block_ids], dtype=torch.int64)
-        return ids if self._device.type == "cpu" else ids.pin_memory().to(self._device, non_blocking=True)
+    def _ids(self, block_ids: Iterable[int]) -> torch.Tensor:
+        ids = torch.tensor(list(block_ids), dtype=torch.int64)
+        return ids if self.device.type == "cpu" else ids.pin_memory().to(self.device, non_blocking=True)
 
 
 class _Slab:
@@ -167,6 +182,10 @@ class _Lane:
                 slab = _Slab(size_bytes, self._device)
         self._slabs.append(slab)
         return slab
+
+
+def _all_ids(pieces: Sequence[Piece]) -> Iterable[int]:
+    return itertools.chain.from_iterable(block_ids for block_ids, _ in pieces)
 
 
 def _recorded(stream: Any) -> Any:

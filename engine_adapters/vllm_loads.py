@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -22,8 +22,9 @@ from kvfs.chunk import geometry
 from kvfs.client import Client, Load
 from kvfs.engine_adapters.spare_cores import move_to, num_helpers, spare_cores
 from kvfs.engine_adapters.vllm_blocks import KvBlocks, Piece
+from kvfs.engine_adapters.vllm_direct_loads import DirectLoads
 from kvfs.engine_adapters.vllm_orders import LoadReport, PlacedChunk, Transfer
-from kvfs.errors import CorruptChunk, UnavailableError
+from kvfs.errors import CorruptChunk, KvfsError, UnavailableError
 from kvfs.messages import Tier
 
 log = logging.getLogger(__name__)
@@ -92,9 +93,10 @@ class BlockLoad:
 class BlockLoader:
     """Loads chunks into a worker's blocks."""
 
-    def __init__(self, client: Client, blocks: KvBlocks) -> None:
+    def __init__(self, client: Client, blocks: KvBlocks, direct: DirectLoads | None = None) -> None:
         self._client = client
         self._blocks = blocks
+        self._direct = direct
         cores = spare_cores()
         threads = num_helpers(cores)
         self._thread = ThreadPoolExecutor(1, "kvfs-load", move_to, (cores,))
@@ -145,6 +147,7 @@ class BlockLoader:
                 [chunk.chunk.chain for chunk in placed],  # type: ignore[misc]
                 deadline_s=self._client.deadline_s + size_bytes / SLOWEST_DEVICE_BYTES_PER_S,
                 stream=True,
+                stay_on_volume=self._direct is not None and self._direct.is_working,
             )
             if found is None:
                 load.num_arrived = 0
@@ -163,16 +166,17 @@ class BlockLoader:
         placed = load.transfer.chunks
         arrived = list(itertools.takewhile(lambda index: found.sources[index] is not Tier.NONE, range(len(placed))))
         load.num_arrived = len(arrived)
+        direct = self._direct.load(found, placed[: load.num_arrived]) if self._direct is not None else {}
         each = map if self._helpers is None else self._helpers.map
         for layer in range(self._blocks.num_layers):
-            take = functools.partial(self._take, found, load.transfer.chunks, layer)
+            take = functools.partial(self._take, found, load.transfer.chunks, direct, layer)
             taken = list(each(take, range(load.num_arrived)))
-            pieces = list(itertools.takewhile(lambda piece: isinstance(piece, tuple), taken))
-            if len(pieces) < len(taken):
-                self._complain(taken[len(pieces)])
-                load.num_arrived = len(pieces)
+            wrong = next((index for index, one in enumerate(taken) if isinstance(one, KvfsError)), None)
+            if wrong is not None:
+                self._complain(taken[wrong])
+                load.num_arrived = wrong
             if not self._blocks.writes_at_once:
-                self._blocks.write(layer, pieces)  # type: ignore[arg-type]
+                self._blocks.write(layer, [piece for piece in taken[: load.num_arrived] if isinstance(piece, tuple)])
             load.layer_is_there(layer, self._blocks.written(layer))
 
     def _complain(self, why: object) -> None:
@@ -182,9 +186,19 @@ class BlockLoader:
         self._has_complained = True
 
     def _take(
-        self, found: Load, placed: Sequence[PlacedChunk], layer: int, index: int
-    ) -> Piece | CorruptChunk | UnavailableError:
-        """One verified layer of one chunk, or why it did not arrive. On the host it is copied while it is warm."""
+        self,
+        found: Load,
+        placed: Sequence[PlacedChunk],
+        direct: Mapping[int, CorruptChunk | None],
+        layer: int,
+        index: int,
+    ) -> Piece | CorruptChunk | UnavailableError | None:
+        """One verified layer of one chunk, or why it did not arrive; None for one that was read directly.
+
+        On the host it is copied while it is warm.
+        """
+        if index in direct:
+            return direct[index]
         chunk = placed[index]
         try:
             raw = found.layer(index, layer)

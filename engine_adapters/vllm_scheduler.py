@@ -92,10 +92,12 @@ class SchedulerSide:
         digest_lora: Callable[[str], str],
         *,
         may_load_in_step: bool,
+        may_prefetch: bool = True,
     ) -> None:
         """`namespaces` are those of all ranks; `digest_lora` names the weights of an adapter by its path.
 
-        `may_load_in_step`: attention layers wait for their KV, also where the settings leave that open.
+        `may_load_in_step`: attention layers wait for their KV, also where the settings leave that open. `may_prefetch`:
+        what is on NVMe only is to be brought into RAM while its request waits.
         """
         self.break_even = BreakEven(settings.floor_tokens, is_measuring=settings.break_even)
         self._settings = settings
@@ -108,6 +110,7 @@ class SchedulerSide:
         ]
         self._requests: dict[str, TrackedRequest] = {}
         self.num_leased = 0
+        self._may_prefetch = may_prefetch
         self._may_load_in_step = may_load_in_step if settings.load_async is None else not settings.load_async
         self._chunk_bytes = geometry(namespaces[0], self._tokens_per_chunk).payload_bytes
         self._num_in_step = 0  # loads inside steps whose end was not told yet
@@ -143,7 +146,7 @@ class SchedulerSide:
         chunks = RequestChunks(self._fingerprint, extras, self._tokens_per_chunk, request.mm_features)
         tracked = self._requests[request.request_id] = TrackedRequest(request, chunks)
         self._match(tracked)
-        if tracked.leases and Tier.NVME in tracked.tiers and self.break_even.pays(Tier.NVME):
+        if self._may_prefetch and tracked.leases and Tier.NVME in tracked.tiers and self.break_even.pays(Tier.NVME):
             cold = [chain for chain, tier in zip(chunks.chains, tracked.tiers, strict=False) if tier == Tier.NVME]
             tracked.prefetches = [session.prefetch(cold) for session in self._sessions]
 

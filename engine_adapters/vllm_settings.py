@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from types import FrameType
 from typing import Annotated, Any
@@ -23,6 +24,8 @@ class VllmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             what is in RAM is loaded inside the step where the engine computes on the CPU, all else between steps.
         floor_tokens: fewer tokens than this are computed, never loaded.
         break_even: load only if that was measured to be cheaper than computing.
+        direct: a worker on a GPU reads chunks that are on NVMe only from there, past RAM; by default where kvikio is
+            installed. Such chunks are not prefetched, and stay where they are.
         deadline_s: how long the scheduler waits for an answer of the cache; bytes get longer, by their size.
         window_bytes: what a worker may have in flight to the cache.
         model_id: names the model in the mount; by default what vLLM was told to load.
@@ -34,10 +37,16 @@ class VllmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_async: bool | None = None
     floor_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
     break_even: bool = True
+    direct: bool | None = None
     deadline_s: Seconds = 1.0
     window_bytes: Annotated[int, msgspec.Meta(ge=1 << 16)] = 256 << 20
     model_id: str | None = None
     revision: str | None = None
+
+    def is_direct(self, device_type: str) -> bool:
+        """Whether workers with KV on such a device read from the volume; the same in every process of an engine."""
+        has_kvikio = importlib.util.find_spec("kvikio") is not None
+        return device_type == "cuda" and (has_kvikio if self.direct is None else self.direct)
 
     def chunk_tokens(self, block_size: int) -> int:
         """Tokens in a chunk for vLLM blocks of `block_size`; raises UsageError if blocks do not fill chunks."""

@@ -15,8 +15,13 @@ COUNTERS = {
     "chunks_refused": "Chunks that kvfs turned away, or that could not be handed over.",
     "chunks_dropped": "Chunks that were not stored because too many were waiting.",
     "not_worth_it": "Requests that found a prefix and computed it, because that was measured to be cheaper.",
+    "direct_failures": "1 once a worker gave up reading chunks from NVMe past RAM.",
     "bypasses": "Requests of a kind that kvfs does not serve.",
 }
+
+
+WAYS = ("gds", "kvikio", "ring")
+"""How bytes came from NVMe into GPU memory past RAM: by cuFile, through kvikio's buffers, through our pinned ones."""
 
 
 class KvfsStats(KVConnectorStats):
@@ -53,6 +58,11 @@ class KvfsPromMetrics(KVConnectorPromMetrics):
             documentation="Prompt tokens whose KV was loaded from kvfs, by tier.",
             labelnames=[*labelnames, "tier"],
         )
+        self._direct = self._counter_cls(
+            name="vllm:kvfs_direct_bytes",
+            documentation="Bytes of chunks read from NVMe into GPU memory past RAM, by the way they took.",
+            labelnames=[*labelnames, "way"],
+        )
         self._others = {
             name: self._counter_cls(name=f"vllm:kvfs_{name}", documentation=text, labelnames=labelnames)
             for name, text in COUNTERS.items()
@@ -60,6 +70,8 @@ class KvfsPromMetrics(KVConnectorPromMetrics):
         for labels in per_engine_labelvalues.values():
             for tier in TIERS:  # shown as 0 from the start
                 self._hits.labels(*labels, tier)
+            for way in WAYS:
+                self._direct.labels(*labels, way)
             for counter in self._others.values():
                 counter.labels(*labels)
 
@@ -69,5 +81,7 @@ class KvfsPromMetrics(KVConnectorPromMetrics):
         for name, count in transfer_stats_data.items():
             if name.startswith("hit_tokens_"):
                 self._hits.labels(*labels, name.removeprefix("hit_tokens_")).inc(count)
+            elif name.startswith("direct_bytes_"):
+                self._direct.labels(*labels, name.removeprefix("direct_bytes_")).inc(count)
             elif name in self._others:
                 self._others[name].labels(*labels).inc(count)

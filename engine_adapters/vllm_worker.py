@@ -14,6 +14,8 @@ from kvfs.engine_adapters.keeping import Keeping, warn_once
 from kvfs.engine_adapters.populating import Populating
 from kvfs.engine_adapters.spare_cores import spare_cores
 from kvfs.engine_adapters.vllm_blocks import HostBlocks, KvBlocks
+from kvfs.engine_adapters.vllm_device_blocks import DeviceBlocks
+from kvfs.engine_adapters.vllm_direct_loads import DirectLoads
 from kvfs.engine_adapters.vllm_loads import BlockLoad, BlockLoader
 from kvfs.engine_adapters.vllm_namespace import WorkerKv
 from kvfs.engine_adapters.vllm_orders import StepOrders, StepReport
@@ -43,9 +45,13 @@ class WorkerSide:
     Attributes: kv: what the worker holds.
     """
 
-    def __init__(self, kv: WorkerKv, blocks: KvBlocks, settings: VllmSettings) -> None:
+    def __init__(
+        self, kv: WorkerKv, blocks: KvBlocks, settings: VllmSettings, direct: DirectLoads | None = None
+    ) -> None:
+        """With `direct` chunks that are on NVMe only are read from there; it is closed with this."""
         self.kv = kv
         self._blocks = blocks
+        self._direct = direct
         name = f"vllm rank {kv.namespace.rank}"
         self._clients = [
             Client(settings.mount, kv.namespace, deadline_s=deadline_s, name=f"{name} {what}",
@@ -56,8 +62,8 @@ class WorkerSide:
         ]  # fmt: skip
         self._keeping = [Keeping(client) for client in self._clients]
         num_chunks = kv.num_tokens // kv.namespace.identity.tokens_per_chunk
-        self._loader = BlockLoader(self._clients[0], blocks)
-        self._step_loader = BlockLoader(self._clients[1], blocks)
+        self._loader = BlockLoader(self._clients[0], blocks, direct)
+        self._step_loader = BlockLoader(self._clients[1], blocks, direct)
         self._store = BlockStore(self._clients[2], blocks, max(1, num_chunks // MAX_HELD_SHARE))
         self._populating = Populating(_host_memory(kv))
         self._idle_wait_s = IDLE_WAIT_S if len(spare_cores()) > 1 else IDLE_WAIT_ONE_CORE_S
@@ -68,7 +74,7 @@ class WorkerSide:
         self._received: set[str] = set()
         self._report = StepReport()
         self._counts: Counter[str] = Counter()
-        self._stored_before = Counter[str]()
+        self._counted_before = Counter[str]()
 
     def open(self) -> None:
         """Map the cache's memory now, so that no request pays for it. Raises UsageError if it refuses this engine."""
@@ -87,6 +93,8 @@ class WorkerSide:
         self._loader.close()
         self._step_loader.close()
         self._store.close()
+        if self._direct is not None:
+            self._direct.close()
         for client in self._clients:
             client.close()
 
@@ -159,8 +167,10 @@ class WorkerSide:
             chunks_refused=self._store.num_refused,
             chunks_dropped=self._store.num_dropped,
         )
-        self._counts.update(now - self._stored_before)
-        self._stored_before = now
+        if self._direct is not None:
+            now.update(self._direct.take_totals())
+        self._counts.update(now - self._counted_before)
+        self._counted_before = now
         counts, self._counts = self._counts, Counter()
         return dict(counts) if self.kv.namespace.rank == 0 and self.kv.is_storing else {}
 
@@ -187,15 +197,13 @@ def _host_memory(kv: WorkerKv) -> list[tuple[int, int]]:
 def open_worker(kv: WorkerKv, settings: VllmSettings) -> WorkerSide:
     """A worker's side for the device that its tensors are on; raises UsageError for one that kvfs does not know."""
     device = kv.views[0].device.type
-    blocks: KvBlocks
     if device == "cpu":
-        blocks = HostBlocks(kv.views)
+        side = WorkerSide(kv, HostBlocks(kv.views), settings)
     elif device == "cuda":
-        from kvfs.engine_adapters.vllm_device_blocks import DeviceBlocks
-
         blocks = DeviceBlocks(kv.views)
+        direct = DirectLoads.open(kv.namespace, blocks) if settings.is_direct(device) else None
+        side = WorkerSide(kv, blocks, settings, direct)
     else:
         raise UsageError(f"kvfs moves KV to and from host memory and CUDA devices, not {device!r}")
-    side = WorkerSide(kv, blocks, settings)
     side.open()
     return side

@@ -36,6 +36,7 @@ class Chunk(Member):
         hits: loads so far; returns: how often it was stored again after an eviction.
         ram, nvme: offset in the arena and in its volume, or NOWHERE. `nvme` is set once the bytes are durable.
         volume: number of the volume that has it, or will.
+        is_proven: the extent on the volume was written, or every byte of it verified, since the daemon started.
         leases: holders who rely on the extents; neither is reused while it is above zero.
         is_removed: no longer visible; the extents go when the last lease ends.
         directory, previous, next: its place in the prefix view, kept by `PrefixTree`.
@@ -43,7 +44,7 @@ class Chunk(Member):
     """
 
     __slots__ = (
-        "created_ns", "hits", "is_removed", "last_used_ns", "leases", "length", "num_tokens", "nvme", "ram", "returns",
+        "created_ns", "hits", "is_proven", "is_removed", "last_used_ns", "leases", "length", "num_tokens", "nvme", "ram", "returns",
         "table", "volume",
     )  # fmt: skip
 
@@ -61,6 +62,7 @@ class Chunk(Member):
         self.ram = NOWHERE
         self.nvme = NOWHERE
         self.volume = 0
+        self.is_proven = False
         self.leases = 0
         self.is_removed = False
 

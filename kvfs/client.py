@@ -226,12 +226,18 @@ class Client:
         return Lease(reply.count, reply.tiers, reply.lease, connection)
 
     def load(
-        self, chains: Sequence[ChainHash], *, deadline_s: float | None = None, stream: bool = False
+        self,
+        chains: Sequence[ChainHash],
+        *,
+        deadline_s: float | None = None,
+        stream: bool = False,
+        stay_on_volume: bool = False,
     ) -> Load | None:
         """The bytes of chunks, leased until the load is closed; None from a failing cache.
 
         Chunks that are not stored have the source NONE. With `stream` it returns before cold chunks have arrived;
-        `Load.layer` then waits. At most 4,096 chunks.
+        `Load.layer` then waits. With `stay_on_volume` chunks that are on NVMe only are not brought into RAM: see
+        `Load.extent`. At most 4,096 chunks.
         """
         connection = self._attached()
         if connection is None:
@@ -240,7 +246,7 @@ class Client:
             raise UsageError(f"a load takes at most {m.MAX_BATCH} chunks, not {len(chains)}")
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         keys = b"".join([chain[:16] for chain in chains])
-        request = m.Load(connection.next_id(), keys, int(deadline_s * 1000), stream)
+        request = m.Load(connection.next_id(), keys, int(deadline_s * 1000), stream, stay_on_volume)
         try:
             load = Load.begin(connection, self.namespace, chains, request, deadline_s)
         except KvfsError as error:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from kvfs.catalog import Chunk
+from kvfs.catalog import NOWHERE, Chunk
 from kvfs.chunk import geometry
 from kvfs.errors import CorruptChunk, KvfsError, UnavailableError
 from kvfs.promotion import drop_corrupt
@@ -121,4 +121,5 @@ class ColdReads:
             self._residency.counters.io_errors += 1
             buffer.error = UnavailableError(f"chunk {chunk.key.hex()} could not be read: {error}")
         else:
+            chunk.is_proven = chunk.nvme != NOWHERE
             buffer.ready.set()

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +23,18 @@ from kvfs.keys import ChainHash
 from kvfs.messages import Tier
 from kvfs.namespace import Namespace
 from kvfs.volume import aligned_buffer
+
+
+@dataclass(frozen=True)
+class VolumeExtent:
+    """Where a leased chunk's file lies on a volume: the header first, then the payload.
+
+    Attributes: fd: read-only, of the load's connection; offset: of the file; is_proven: see `messages.Placement`.
+    """
+
+    fd: int
+    offset: int
+    is_proven: bool
 
 
 class Load:
@@ -82,6 +95,17 @@ class Load:
         """Sizes and offsets of a chunk; raises as `layer` does."""
         return self._header(index)[0]
 
+    def extent(self, index: int) -> VolumeExtent | None:
+        """Where a chunk lies on a volume, if it is not in RAM nor on its way there; to be read before `close`.
+
+        Whoever finds wrong bytes there says so with `suspect`.
+        """
+        place, connection = self._placements[index], self._connection
+        if place.tier is not Tier.NVME or connection is None or connection.is_closed:
+            return None
+        fds = connection.volume_fds
+        return VolumeExtent(fds[place.volume], place.offset, place.is_proven) if place.volume < len(fds) else None
+
     def layer(self, index: int, layer: int) -> memoryview:
         """The verified bytes of one layer of one chunk, read-only; waits until it has arrived.
 
@@ -97,7 +121,7 @@ class Load:
         begin, end = geo.layer_range(layer)
         found = view[begin:end]
         if checksum(found) != facts.checksums[layer]:
-            self._suspect(index)
+            self.suspect(index)
             raise CorruptChunk(f"layer {layer} of chunk {self._chains[index][:16].hex()} does not have its checksum")
         return found
 
@@ -115,7 +139,7 @@ class Load:
             raise UsageError(f"{size} bytes do not fit into {len(target)}")
         found = copy_layers(geo, first, stop, view[geo.header_bytes + begin :], target)
         if tuple(found) != facts.checksums[first:stop]:
-            self._suspect(index)
+            self.suspect(index)
             raise CorruptChunk(f"a layer of chunk {self._chains[index][:16].hex()} does not have its checksum")
         return size
 
@@ -181,7 +205,7 @@ class Load:
                 if facts.chain != self._chains[index] or geo.file_bytes != len(view):
                     raise CorruptChunk("these are the bytes of another chunk")
             except CorruptChunk:
-                self._suspect(index)
+                self.suspect(index)
                 raise
             known = self._headers[index] = (geo, facts, view)
         return known
@@ -205,7 +229,8 @@ class Load:
             raise UnavailableError(f"the volume could not be read: {error}") from error
         return buffer[: place.length].toreadonly()
 
-    def _suspect(self, index: int) -> None:
+    def suspect(self, index: int) -> None:
+        """Tell the daemon that a chunk has not the bytes that it should have: it looks for itself."""
         if self._connection is not None:
             self._connection.post(m.Suspect(self._connection.next_id(), self._chains[index][:16]))
 

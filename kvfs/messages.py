@@ -18,9 +18,10 @@ import msgspec
 
 from kvfs.errors import ProtocolError
 
-VERSION = 4
+VERSION = 5
 """2: a chunk may be published without checksums; `Arrived` names the chunks that are ahead. 3: `Matched` names tiers;
-`Prefetch` and `Cancel`. 4: several volumes; `Why`, `Declined`, `Listen`, `Warm`."""
+`Prefetch` and `Cancel`. 4: several volumes; `Why`, `Declined`, `Listen`, `Warm`. 5: a `Load`
+may leave chunks on the volume; `Placement` says which are proven."""
 
 MAX_MESSAGE_BYTES = 160 * 1024
 MAX_BATCH = 4096
@@ -118,12 +119,14 @@ class Load(Request, frozen=True, tag="load"):
     """Where do the bytes of `keys` lie? They are leased, and counted as a hit.
 
     Chunks on NVMe are brought into RAM first. With `stream` the reply comes at once and `Arrived` follows as layers
-    become readable, else the reply comes when all is there or `deadline_ms` has passed.
+    become readable, else the reply comes when all is there or `deadline_ms` has passed. With `stay_on_volume` the client
+    reads from the volume itself what is there only, and is not on its way into RAM for somebody else already.
     """
 
     keys: Keys
     deadline_ms: Size
     stream: bool = False
+    stay_on_volume: bool = False
 
 
 class Prefetch(Request, frozen=True, tag="prefetch"):
@@ -261,7 +264,8 @@ class Placement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """Where one chunk lies: a whole file, header first, at `offset` of the arena (RAM) or of a volume (NVME).
 
     `volume` counts from 0, in the order of the descriptors in `Welcome`. `tier` NONE is a miss. `source` says where the
-    chunk was when the load was asked for.
+    chunk was when the load was asked for. On a volume `is_proven` says that the daemon has written or verified the extent
+    since it started; of others the client has to look at every byte.
     """
 
     tier: Tier
@@ -269,6 +273,7 @@ class Placement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     offset: Size
     length: Size
     volume: Annotated[int, msgspec.Meta(ge=0, lt=MAX_VOLUMES)] = 0
+    is_proven: bool = False
 
 
 class Loaded(Reply, frozen=True, tag="loaded"):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import trio
 
-from kvfs.catalog import Chunk
+from kvfs.catalog import NOWHERE, Chunk
 from kvfs.errors import CorruptChunk, KvfsError, UnavailableError
 from kvfs.residency import Residency
 from kvfs.stripes import Stripes
@@ -177,6 +177,7 @@ class Promoter:
         if promotion.error is None:
             residency.counters.promotions += 1
             residency.ram.place(chunk, promotion.offset)
+            chunk.is_proven = chunk.nvme != NOWHERE
         else:
             residency.free_with_last_lease(chunk, promotion.offset)
             if isinstance(promotion.error, CorruptChunk):

@@ -200,6 +200,10 @@ class Store:
         assert self._promoter is not None
         return self._promoter.start(chunks)
 
+    def is_under_way(self, chunk: Chunk) -> bool:
+        """Whether a chunk is on its way from NVMe into RAM."""
+        return self._promoter is not None and self._promoter.is_under_way(chunk)
+
     def prefetch(self, chunks: Iterable[Chunk], priority: int, deadline_s: float) -> Order:
         """Bring those of these chunks of one chain that are on NVMe only into RAM, the first first; see `Prefetcher`."""
         assert self._prefetcher is not None

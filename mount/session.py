@@ -367,6 +367,10 @@ class Session:
         self._store.counters.loads_missed += len(found) - len(chunks)
         cold = [chunk for chunk in chunks if sources[chunk] is not m.Tier.RAM]
         promotions: dict[Chunk, Promotion | None] = {}
+        if request.stay_on_volume:
+            there = len(cold)
+            cold = [chunk for chunk in cold if self._store.is_under_way(chunk)]
+            self._store.counters.loads_on_volume += there - len(cold)
         if cold and self._store.has_nvme:
             promotions = dict(zip(cold, self._store.promote(cold), strict=True))
         num_layers = table.namespace.num_layers
@@ -497,5 +501,5 @@ def _placement(
         if isinstance(promotion.error, CorruptChunk):
             return m.Placement(m.Tier.NONE, m.Tier.NONE, 0, 0)
     if chunk.nvme != NOWHERE and not chunk.is_removed:
-        return m.Placement(m.Tier.NVME, source, chunk.nvme, chunk.length, chunk.volume)
+        return m.Placement(m.Tier.NVME, source, chunk.nvme, chunk.length, chunk.volume, chunk.is_proven)
     return m.Placement(m.Tier.NONE, m.Tier.NONE, 0, 0)

@@ -44,6 +44,9 @@ class Carrier(Protocol):
     def copy(self, source: memoryview, target: Destination) -> Way:
         """Fill a destination from host memory of the same size; it is full when this returns."""
 
+    def slab(self, size_bytes: int, device: int) -> Slab:
+        """Device memory of a multiple of 4096 bytes to read into, as kvikio wants it; closed before this is."""
+
     def carried(self) -> dict[str, int]:
         """Bytes that kvikio carried, by backend and in its own words."""
 
@@ -120,7 +123,7 @@ class Gpu:
         pinned.close()
 
     def slab(self, size_bytes: int, device: int) -> Slab:
-        """Device memory to read into, as kvikio wants it. Raises UnavailableError."""
+        """See `Carrier`. Raises UnavailableError."""
         return Slab.allocate(self.driver, self.files, size_bytes, device)
 
     def carried(self) -> dict[str, int]:

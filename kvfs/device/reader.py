@@ -19,6 +19,7 @@ from typing import Self
 from kvfs.device.destination import Destination, destination_of
 from kvfs.device.gpu import Carrier, Gpu, Way
 from kvfs.device.host import read_fully
+from kvfs.device.slab import Slab
 from kvfs.errors import UnavailableError, UsageError
 from kvfs.system import System
 
@@ -98,6 +99,11 @@ class Reader:
         with self._lock:
             self._copied[way] += to.size_bytes
         return way
+
+    def slab(self, size_bytes: int, device: int) -> Slab:
+        """Memory of a CUDA device that is read into at full speed; closed before the reader. Raises UnavailableError."""
+        self._check_process()
+        return self._carrier().slab(size_bytes, device)
 
     def _read_on_host(self, fd: int, targets: Sequence[tuple[int, Destination]]) -> None:
         pieces = [

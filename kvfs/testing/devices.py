@@ -12,6 +12,8 @@ from typing import Any
 from kvfs.device.destination import Destination, address_of
 from kvfs.device.gpu import Way
 from kvfs.device.host import read_fully
+from kvfs.device.slab import Slab
+from kvfs.errors import UnavailableError
 from kvfs.system import System
 
 
@@ -57,6 +59,10 @@ class FakeGpu:
         self.copies.append(target.size_bytes)
         _host_of(target)[:] = source
         return Way.RING
+
+    def slab(self, size_bytes: int, device: int) -> Slab:
+        """See Carrier."""
+        raise UnavailableError("the memory of a fake GPU is made by FakeDeviceMemory")
 
     def carried(self) -> dict[str, int]:
         """See Carrier."""

@@ -141,6 +141,7 @@ class NvmeTier:
     def place(self, chunk: Chunk, offset: int) -> None:
         """The extent at `offset` now durably holds this chunk."""
         chunk.nvme = offset
+        chunk.is_proven = True
         if not chunk.is_removed:
             self.policy.insert(chunk)
 
@@ -151,6 +152,7 @@ class NvmeTier:
             return None
         extent = (chunk.nvme, chunk.length)
         chunk.nvme = NOWHERE
+        chunk.is_proven = False
         return extent
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvfs.chunk import geometry
+from kvfs.device.gpu import Way
 from kvfs.device.reader import Reader
-from kvfs.engine_adapters import direct_read
 from kvfs.engine_adapters.device_checksum import checksums
-from kvfs.engine_adapters.direct_read import layer_checksums, read_chunk
+from kvfs.engine_adapters.direct_read import Wanted, layer_checksums, read_chunks, row_bytes
 from kvfs.errors import CorruptChunk, UsageError
+from kvfs.loading import VolumeExtent
 from kvfs.testing import chain_of, checksums_of, open_table, payload_of, store_chain, tiny_namespace
 
 NAMESPACE = tiny_namespace()
@@ -30,44 +32,66 @@ async def placed(tmp_path: Path) -> tuple[Path, list[int]]:
     return tmp_path / "nvme" / "volume", offsets
 
 
-async def test_a_chunk_is_read_and_verified(placed: tuple[Path, list[int]]) -> None:
+def rows_of(num_rows: int) -> torch.Tensor:
+    return torch.zeros(num_rows, row_bytes(NAMESPACE, 16) + 4096, dtype=torch.uint8)
+
+
+def wanted_at(fd: int, offsets: list[int], *, is_proven: bool = False) -> list[Wanted]:
+    return [
+        Wanted(VolumeExtent(fd, offset, is_proven), chain) for offset, chain in zip(offsets, CHAIN.chains, strict=True)
+    ]
+
+
+async def test_chunks_are_read_and_verified(placed: tuple[Path, list[int]]) -> None:
     path, offsets = placed
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    geo = geometry(NAMESPACE, 16)
     with Reader() as reader:
-        for chain, offset in zip(CHAIN.chains, offsets, strict=True):
-            target = torch.zeros(1 << 20, dtype=torch.uint8)
-            facts = read_chunk(reader, fd, offset, NAMESPACE, chain, 16, target)
-            geo = direct_read.geometry(NAMESPACE, 16)
-            right = payload_of(chain, geo)
-            assert target[: geo.payload_bytes].numpy().tobytes() == right
-            assert facts.checksums == checksums_of(right, geo)
-        with pytest.raises(CorruptChunk, match="another chunk"):
-            read_chunk(reader, fd, offsets[0], NAMESPACE, CHAIN.chains[1], 16, target)
-        with pytest.raises(CorruptChunk):
-            read_chunk(reader, fd, 4096 * 1000, NAMESPACE, CHAIN.chains[1], 16, target)
-        with pytest.raises(UsageError, match="bytes, not"):
-            read_chunk(reader, fd, offsets[0], NAMESPACE, CHAIN.chains[0], 16, target[:100])
+        rows = rows_of(4)
+        assert read_chunks(reader, NAMESPACE, 16, wanted_at(fd, offsets), rows) == (Way.HOST, [None] * 3)
+        for chain, row in zip(CHAIN.chains, rows, strict=False):
+            assert row[: geo.payload_bytes].numpy().tobytes() == payload_of(chain, geo)
+        assert not rows[3].any()
+        swapped = wanted_at(fd, [offsets[0], offsets[2], 4096 * 1000])
+        first, *others = read_chunks(reader, NAMESPACE, 16, swapped, rows)[1]
+        assert first is None
+        assert [str(other)[:28] for other in others[:1]] == ["these are the bytes of anoth"]
+        assert isinstance(others[1], CorruptChunk)
+        with pytest.raises(UsageError, match="3 rows"):
+            read_chunks(reader, NAMESPACE, 16, swapped, rows[:2])
+        with pytest.raises(EOFError):
+            read_chunks(reader, NAMESPACE, 16, wanted_at(fd, [offsets[0], offsets[1], 1 << 40]), rows)
     os.close(fd)
 
 
-async def test_a_flipped_bit_is_found(placed: tuple[Path, list[int]]) -> None:
+@pytest.mark.parametrize("damaged", [[0], [1], [0, 1, 2]])
+async def test_flipped_bits_are_found(placed: tuple[Path, list[int]], damaged: list[int]) -> None:
+    """In each of the chunks read together; of what the daemon has proven nothing is computed."""
     path, offsets = placed
-    geo = direct_read.geometry(NAMESPACE, 16)
-    fd, at = os.open(path, os.O_RDWR), offsets[0] + geo.header_bytes + geo.bounds[2] + 7
-    os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 4]), at)
+    geo = geometry(NAMESPACE, 16)
+    fd = os.open(path, os.O_RDWR)
+    for index in damaged:
+        at = offsets[index] + geo.header_bytes + geo.bounds[2] + 7
+        os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 4]), at)
     os.fsync(fd)
     os.close(fd)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    target = torch.zeros(1 << 20, dtype=torch.uint8)
-    with Reader() as reader, pytest.raises(CorruptChunk, match="layer 2 does not have its checksum"):
-        read_chunk(reader, fd, offsets[0], NAMESPACE, CHAIN.chains[0], 16, target)
+    with Reader() as reader:
+        found = read_chunks(reader, NAMESPACE, 16, wanted_at(fd, offsets), rows_of(3))[1]
+        proven = read_chunks(reader, NAMESPACE, 16, wanted_at(fd, offsets, is_proven=True), rows_of(3))[1]
+    assert [index for index, wrong in enumerate(found) if wrong] == damaged
+    assert all(f"layer 2 of chunk {CHAIN.keys[index].hex()} does not" in str(found[index]) for index in damaged)
+    assert proven == [None] * 3
     os.close(fd)
 
 
 def test_layers_of_different_lengths() -> None:
-    """What a GPU would compute for them, computed here."""
-    geo = direct_read.geometry(NAMESPACE, 16)
-    payload = torch.frombuffer(bytearray(payload_of(CHAIN.chains[0], geo)), dtype=torch.uint8)
-    bounds = geo.bounds
-    each = [checksums(payload[a:b].view(1, -1))[0] for a, b in itertools.pairwise(bounds)]
-    assert each == layer_checksums(geo, payload) == list(checksums_of(payload.numpy().tobytes(), geo))
+    """What a GPU would compute for them, computed here; of several payloads whose rows are longer than they are."""
+    geo = geometry(NAMESPACE, 16)
+    rows = rows_of(3)
+    for chain, row in zip(CHAIN.chains, rows, strict=True):
+        row[: geo.payload_bytes] = torch.frombuffer(bytearray(payload_of(chain, geo)), dtype=torch.uint8)
+    payloads = rows[:, : geo.payload_bytes]
+    each = [[checksums(row[a:b].view(1, -1))[0] for a, b in itertools.pairwise(geo.bounds)] for row in payloads]
+    assert each == layer_checksums(geo, payloads)
+    assert each == [list(checksums_of(payload_of(chain, geo), geo)) for chain in CHAIN.chains]

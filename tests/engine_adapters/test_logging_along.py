@@ -62,5 +62,7 @@ def test_information_is_logged_where_the_engine_logs_it() -> None:
 
 
 def test_handlers_that_somebody_gave_to_kvfs_stay() -> None:
-    script = "logging.getLogger('kvfs').addHandler(logging.StreamHandler(sys.stdout)); configure(); log_with('engine')\n"
+    script = (
+        "logging.getLogger('kvfs').addHandler(logging.StreamHandler(sys.stdout)); configure(); log_with('engine')\n"
+    )
     assert run(script + SAY) == (SENTENCE, "")

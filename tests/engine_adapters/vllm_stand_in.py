@@ -11,7 +11,7 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvfs.device.reader import Reader
+from kvfs.engine_adapters.direct_read import row_bytes
 from kvfs.engine_adapters.vllm_blocks import BlockOrder, HostBlocks, block_view
+from kvfs.engine_adapters.vllm_device_blocks import DeviceBlocks
+from kvfs.engine_adapters.vllm_direct_loads import DirectLoads
 from kvfs.engine_adapters.vllm_namespace import WorkerKv
 from kvfs.engine_adapters.vllm_scheduler import SchedulerSide
 from kvfs.engine_adapters.vllm_settings import VllmSettings
 from kvfs.engine_adapters.vllm_worker import WorkerSide
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
+from kvfs.volume import aligned_buffer
 
 LAYERS, HEADS, CONTENT, BLOCK, CHUNK, BLOCKS = 3, 2, 4, 4, 16, 64
 
@@ -38,6 +43,12 @@ def namespace_of(rank: int, num_ranks: int) -> Namespace:
         ),
         (LayerRun(LAYERS, (TensorSpec("kv", "U8", (CHUNK, HEADS, CONTENT), 0),)),), rank, num_ranks,
     )  # fmt: skip
+
+
+def rows_for(namespace: Namespace, num_rows: int) -> torch.Tensor:
+    """Memory on the host for chunks that are read directly, a row each, as direct transfers want it."""
+    size = row_bytes(namespace, CHUNK)
+    return torch.frombuffer(aligned_buffer(num_rows * size), dtype=torch.uint8).view(num_rows, size)
 
 
 def request_of(tokens: list[int], request_id: str = "r", **changes: Any) -> Any:
@@ -91,7 +102,12 @@ class StandIn:
         seconds_per_token: how long the forward pass takes at least.
     """
 
-    def __init__(self, mount: Path, num_ranks: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, mount: Path, num_ranks: int = 1, readers: Sequence[Reader] = (), num_rows: int = 8, **settings: Any
+    ) -> None:
+        """With `readers`, one a rank, the ranks do what they do on a GPU, and read from the volume itself: up to
+        `num_rows` chunks at a time. They are closed with this.
+        """
         self.settings = VllmSettings(
             str(mount), **{"floor_tokens": 1, "break_even": False, "load_async": True, "deadline_s": 10.0, **settings}
         )
@@ -105,9 +121,16 @@ class StandIn:
             views = tuple(block_view(tensor, BLOCKS, BlockOrder.TOKENS_FIRST) for tensor in tensors)
             numbers = {f"layer {layer}": layer for layer in range(LAYERS)}
             kv = WorkerKv(namespace, views, numbers, BLOCKS * BLOCK, is_storing=True)
+            if readers:
+                blocks = DeviceBlocks(views)
+                direct = DirectLoads(namespace, blocks, readers[namespace.rank], rows_for(namespace, num_rows))
+                self.workers.append(WorkerSide(kv, blocks, self.settings, direct))
+                continue
             self._blocks.append(PausedBlocks(views))
             self.workers.append(WorkerSide(kv, self._blocks[-1], self.settings))
-        self.scheduler = SchedulerSide(self.settings, namespaces, BLOCK, lambda path: path, may_load_in_step=True)
+        self.scheduler = SchedulerSide(
+            self.settings, namespaces, BLOCK, lambda path: path, may_load_in_step=True, may_prefetch=not readers
+        )
         for side in [*self.workers, self.scheduler]:
             side.open()
         self.block_ids: dict[str, list[int]] = {}

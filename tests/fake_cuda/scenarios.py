@@ -250,11 +250,11 @@ def slab(cuda: FakeCuda, directory: Path) -> None:
     """A slab lies on a 4 KiB boundary though its allocation does not, is read into in parts, and given back."""
     with file_in(directory) as fd:
         gpu = Gpu.open(System())
-        made = gpu.slab(SIZE - 5, 0)
-        assert made.memory.address % 4096 == 0
-        assert made.memory.size_bytes == SIZE
-        assert made.is_registered
         with Reader(open_gpu=lambda _: gpu) as reader:
+            made = reader.slab(SIZE - 5, 0)
+            assert made.memory.address % 4096 == 0
+            assert made.memory.size_bytes == SIZE
+            assert made.is_registered
             halves = [(0, made.memory.part(0, 8 << 20)), (8 << 20, made.memory.part(8 << 20, SIZE))]
             assert reader.read(fd, halves) is Way.KVIKIO
             assert bytes((ctypes.c_ubyte * SIZE).from_address(made.memory.address)) == CONTENT

@@ -46,7 +46,16 @@ def test_this_machine(tmp_path: Path) -> None:
         assert verdicts[name] == ("ok" if finding["is_ok"] else "no")
         assert finding["what"]
         assert not (finding["is_ok"] and finding["advice"])
-    assert {"FUSE device", "memory", "arena", "CUDA", "kvikio", "GPUDirect Storage", "kernel"} <= found.keys()
+    assert {
+        "FUSE device",
+        "memory",
+        "arena",
+        "CUDA",
+        "kvikio",
+        "GPUDirect Storage",
+        "NVMe to the GPU",
+        "kernel",
+    } <= found.keys()
     assert found["kvfs"]["what"].startswith("0.")
     assert not list(tmp_path.iterdir()), "nothing is left in the directory"
 
@@ -212,6 +221,17 @@ def test_no_udev_no_gdscheck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "nvidia-fs is not loaded" in gpu.gds(tmp_path).what
     (tmp_path / "proc/driver/nvidia-fs").mkdir(parents=True)
     assert gpu.gds(tmp_path).is_ok
+
+
+@pytest.mark.parametrize(
+    ("has_kvikio", "has_gds", "word"),
+    [(False, False, "come through RAM"), (True, False, "buffers in host memory"), (True, True, "GPUDirect Storage")],
+)
+def test_how_chunks_get_from_nvme_to_a_gpu(has_kvikio: bool, has_gds: bool, word: str) -> None:
+    found = gpu.from_nvme(True, has_kvikio=has_kvikio, has_gds=has_gds)
+    assert (found.is_ok, bool(found.advice)) == (has_kvikio, not has_kvikio)
+    assert word in found.what
+    assert "without a GPU" in gpu.from_nvme(False, has_kvikio=has_kvikio, has_gds=has_gds).what
 
 
 def test_names_of_others_are_escaped() -> None:

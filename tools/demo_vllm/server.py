@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -33,7 +35,8 @@ class Server:
         """With a `mount` it has the connector; `flags` say everything else that matters."""
         self.log = log
         self._python = python
-        self._model = model
+        # vLLM leaves sockets, locks and caches in the directory for temporary files. A path of a socket has 107 bytes.
+        self._temporary = Path(tempfile.mkdtemp(prefix="kvfs-vllm-"))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -46,7 +49,7 @@ class Server:
             command += ["--kv-transfer-config", json.dumps(transfer_config(mount))]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(),
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(self._temporary),
                 start_new_session=True,
             )  # fmt: skip
 
@@ -69,7 +72,7 @@ class Server:
         with log.open("wb") as errors:
             process = subprocess.Popen(
                 [self._python, "-m", module, task], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
-                env=environment(), start_new_session=True,
+                env=environment(self._temporary), start_new_session=True,
             )  # fmt: skip
         assert process.stdout is not None
         try:
@@ -90,7 +93,7 @@ class Server:
         return [line for line in lines if line.startswith(beginning)]
 
     def close(self) -> None:
-        """End it, with all its processes and the shared memory that vLLM forgets where it is interrupted."""
+        """End it, with all its processes, its temporary files and the shared memory that vLLM forgets when interrupted."""
         self._process.terminate()  # it ends the others
         shared: set[str] = set()
         deadline = time.monotonic() + END_PATIENCE_S
@@ -102,6 +105,7 @@ class Server:
         self._process.wait()
         for path in shared:
             Path(path).unlink(missing_ok=True)
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def _look_at_session(session: int, shared: set[str]) -> bool:
@@ -141,11 +145,12 @@ def transfer_config(mount: Path) -> dict[str, object]:
     }
 
 
-def environment() -> dict[str, str]:
+def environment(temporary: Path) -> dict[str, str]:
     """That of vLLM's processes. On the CPU one core is left to the rest, and the cache takes 1 GiB."""
     cores = sorted(os.sched_getaffinity(0))
     ours = {
         "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores[:-1] or cores)),
     }  # fmt: skip
-    return {**ours, **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}}
+    theirs = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**ours, **theirs, "TMPDIR": str(temporary), "VLLM_RPC_BASE_PATH": str(temporary)}

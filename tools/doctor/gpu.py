@@ -19,7 +19,7 @@ _NO_GPU = "not without a GPU; host memory is read by direct I/O"
 
 
 def findings(root: Path = Path("/")) -> Iterator[Finding]:
-    """CUDA, whether it can register the arena, kvikio, GPUDirect Storage."""
+    """CUDA, whether it can register the arena, kvikio, GPUDirect Storage, and what loads from NVMe make of them."""
     driver = None
     try:
         driver = open_driver()
@@ -37,9 +37,24 @@ def findings(root: Path = Path("/")) -> Iterator[Finding]:
         advice = INSTALL if driver else f"{INSTALL}; of no use without a GPU"
         yield Finding("kvikio", False, what, advice)
         yield Finding("GPUDirect Storage", False, "kvikio is missing" if driver else _NO_GPU, INSTALL if driver else "")
+        yield from_nvme(driver is not None, has_kvikio=False, has_gds=False)
     else:
         yield Finding("kvikio", True, str(version))
-        yield gds(root) if driver else Finding("GPUDirect Storage", False, _NO_GPU)
+        found = gds(root) if driver else Finding("GPUDirect Storage", False, _NO_GPU)
+        yield found
+        yield from_nvme(driver is not None, has_kvikio=True, has_gds=found.is_ok)
+
+
+def from_nvme(has_gpu: bool, *, has_kvikio: bool, has_gds: bool) -> Finding:
+    """How vLLM's workers on a GPU get chunks that are on NVMe only, unless `direct` in their settings says otherwise."""
+    name = "NVMe to the GPU"
+    if not has_gpu:
+        return Finding(name, False, _NO_GPU)
+    if not has_kvikio:
+        what = "chunks on NVMe come through RAM; 'direct': true lets workers read them through pinned buffers"
+        return Finding(name, False, what, INSTALL)
+    way = "GPUDirect Storage" if has_gds else "kvikio's buffers in host memory"
+    return Finding(name, True, f"workers read chunks from the volume past the RAM tier, by {way}")
 
 
 def _registration(driver: Driver) -> Finding:

@@ -13,6 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,10 +97,11 @@ class Sources:
 
     def __init__(self, python: str, log: Path) -> None:
         self._log = log
+        self._temporary = tempfile.TemporaryDirectory(prefix="kvfs-vllm-")  # vLLM leaves sockets there
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {
             **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore",
+            "VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore", "TMPDIR": self._temporary.name,
         }  # fmt: skip
         command = ["nice", "-n", "19", python, str(Path(__file__).parent / "driver.py"), str(theirs.fileno())]
         with log.open("wb") as output:
@@ -127,7 +129,9 @@ class Sources:
 
     def close(self) -> None:
         self._control.close()
-        assert self.process.wait(60) == 0
+        code = self.process.wait(60)
+        self._temporary.cleanup()
+        assert code == 0
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,9 @@ EngineArgs(**json.loads(sys.argv[1])).create_engine_config()
 def test_an_engine_without_a_mount_says_so_in_its_log(start_engine: StartEngine, tmp_path: Path) -> None:
     """Once in each process that would use the cache, in vLLM's own format."""
     with start_engine(settings={"mount": str(tmp_path / "nowhere")}) as engine:
-        found = re.findall(r"\((\w+) pid=\d+\) WARNING .* kvfs: going on without a cache until there is one: (.*)", engine.log)
+        found = re.findall(
+            r"\((\w+) pid=\d+\) WARNING .* kvfs: going on without a cache until there is one: (.*)", engine.log
+        )
     assert [role for role, _ in found] == ["Worker", "EngineCore"]
     assert {why for _, why in found} == {f"no kvfs is mounted at {tmp_path}/nowhere (No such file or directory)"}
 
