@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvfs.client import Client
 from kvfs.errors import UnavailableError, UsageError
@@ -22,8 +22,10 @@ RETRY_S = 0.5
 class Keeping:
     """Keeps one client attached. Attributes: is_up: there is a session, and no answer was missed since it began."""
 
-    def __init__(self, client: Client, retry_s: float = RETRY_S) -> None:
+    def __init__(self, client: Client, retry_s: float = RETRY_S, attached: Callable[[], None] = lambda: None) -> None:
+        """`attached` is called after each time that the client was attached, in a thread, and may take long."""
         self.is_up = False
+        self._attached = attached
         self._client = client
         self._retry_s = retry_s
         self._closing = False
@@ -58,6 +60,8 @@ class Keeping:
 
     def _run(self) -> None:
         refusal = ""
+        if self.is_up:
+            self._attached()
         while True:
             self._wake.wait(self._retry_s)
             self._wake.clear()
@@ -78,6 +82,7 @@ class Keeping:
                 refusal = ""
                 log.info("the cache at %s answers again", self._client.mount)
                 self.is_up = True
+                self._attached()
 
 
 def warn_once(reasons: Iterable[str]) -> None:

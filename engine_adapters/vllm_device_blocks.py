@@ -1,7 +1,8 @@
 """KV blocks in GPU memory: gathered and scattered through one staging slab, on a stream of our own.
 
 A layer of a whole load is one copy from pinned memory to the slab and one scatter; a layer of a store one gather and
-one copy back. Two slabs take turns, so that the host fills one while the other is on its way.
+one copy back. Two slabs take turns, so that the host fills one while the other is on its way. What lies in an arena that is
+registered with CUDA is copied from there, a copy a chunk, and not gathered in pinned memory before.
 
 The code is the same for tensors on the host (stream and events are absent then), which is how its gather and scatter are
 tested where there is no GPU; streams and pinned memory are tested where there is one (mark `gpu`).
@@ -14,22 +15,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvfs.engine_adapters.pinned_arena import Arena
 from kvfs.engine_adapters.vllm_blocks import Piece
+from kvfs.errors import UnavailableError
 
+log = logging.getLogger(__name__)
 _WIDTHS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 NUM_SLABS = 2
 
 
 class DeviceBlocks:
-    """The KV memory of a worker on a GPU; see `vllm_blocks.KvBlocks`. Attributes: device."""
+    """The KV memory of a worker on a GPU; see `vllm_blocks.KvBlocks`. Attributes: device; bytes_by_way: written from the host so far."""
 
     writes_at_once = False
 
@@ -37,6 +43,8 @@ class DeviceBlocks:
         """`views` are those of `block_view`."""
         self._views = [_widened(view) for view in views]
         self.device = views[0].device
+        self.bytes_by_way = Counter(arena=0, staged=0)
+        self._arena: Arena | None = None
         self._loading = _Lane(self.device)
         self._storing = _Lane(self.device)
 
@@ -68,15 +76,47 @@ class DeviceBlocks:
         size = sum(len(raw) for _, raw in pieces)
         with lane.lock:
             slab = lane.next_slab(size)
-            offset = 0
-            for _, raw in pieces:
-                slab.host_bytes[offset : offset + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
-                offset += len(raw)
+            is_there = self._copy_from_arena(slab, pieces)
+            self.bytes_by_way["arena" if is_there else "staged"] += size
+            if not is_there:
+                offset = 0
+                for _, raw in pieces:
+                    slab.host_bytes[offset : offset + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
+                    offset += len(raw)
             with lane.current():
-                slab.device[:size].copy_(slab.host[:size], non_blocking=True)
+                if not is_there:
+                    slab.device[:size].copy_(slab.host[:size], non_blocking=True)
                 blocks = slab.device[:size].view(view.dtype).view(-1, *view.shape[1:])
                 view.index_copy_(0, self._ids(_all_ids(pieces)), blocks)
                 slab.used(lane.stream)
+
+    def use_arena(self, arena: Arena | None) -> None:
+        """Copy what lies in `arena` from there; what was copied out of the one before has arrived, and it is closed."""
+        with self._loading.lock:
+            before, self._arena = self._arena, arena
+            self.flush()
+            if before is not None:
+                before.close()
+
+    def _copy_from_arena(self, slab: _Slab, pieces: Sequence[Piece]) -> bool:
+        """Queue copies of all pieces to the slab on the device, if that is where they lie; with the lane's lock."""
+        arena = self._arena
+        if arena is None or not all(arena.holds(raw) for _, raw in pieces):
+            return False
+        stream = self._loading.stream
+        address = slab.device.data_ptr()
+        try:
+            for _, raw in pieces:
+                arena.copy(raw, address, stream.cuda_stream if stream is not None else 0)
+                address += len(raw)
+        except UnavailableError as error:
+            log.warning("what is in RAM goes to the GPU through pinned buffers from now on: %s", error)
+            self._arena = None
+            self.flush()
+            with contextlib.suppress(UnavailableError):
+                arena.close()
+            return False
+        return True
 
     def write_payload(
         self, payload: torch.Tensor, bounds: Sequence[int], block_ids: Sequence[int], num_kept: int
@@ -173,12 +213,12 @@ class _Lane:
 
     def next_slab(self, size_bytes: int) -> _Slab:
         """A slab of at least this size that nothing uses."""
-        if len(self._slabs) < NUM_SLABS:
-            slab = _Slab(size_bytes, self._device)
-        else:
+        slab = None
+        if len(self._slabs) == NUM_SLABS:
             slab = self._slabs.pop(0)
             slab.wait()
-            if slab.host.numel() < size_bytes:
+        if slab is None or slab.host.numel() < size_bytes:
+            with self.current():  # whose memory was used by other streams is not given out to this one
                 slab = _Slab(size_bytes, self._device)
         self._slabs.append(slab)
         return slab

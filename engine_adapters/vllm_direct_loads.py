@@ -113,11 +113,11 @@ class DirectLoads:
             by_way = dict(self._bytes)
         kvikio = by_way.pop(Way.KVIKIO, 0)
         gds = min(kvikio, self._reader.statistics().kvikio_bytes.get("GDS", 0))
-        named = {f"direct_bytes_{way.value}": size for way, size in by_way.items()}
+        named = {f"gpu_bytes_{way.value}": size for way, size in by_way.items()}
         return {
             **named,
-            "direct_bytes_gds": gds,
-            "direct_bytes_kvikio": kvikio - gds,
+            "gpu_bytes_gds": gds,
+            "gpu_bytes_kvikio": kvikio - gds,
             "direct_failures": self.num_failures,
         }
 

@@ -20,8 +20,9 @@ COUNTERS = {
 }
 
 
-WAYS = ("gds", "kvikio", "ring")
-"""How bytes came from NVMe into GPU memory past RAM: by cuFile, through kvikio's buffers, through our pinned ones."""
+WAYS = ("arena", "staged", "gds", "kvikio", "ring")
+"""How bytes came into GPU memory. From RAM: out of the arena itself, through pinned memory. From NVMe past RAM: by cuFile,
+through kvikio's buffers, through our pinned ones."""
 
 
 class KvfsStats(KVConnectorStats):
@@ -58,9 +59,9 @@ class KvfsPromMetrics(KVConnectorPromMetrics):
             documentation="Prompt tokens whose KV was loaded from kvfs, by tier.",
             labelnames=[*labelnames, "tier"],
         )
-        self._direct = self._counter_cls(
-            name="vllm:kvfs_direct_bytes",
-            documentation="Bytes of chunks read from NVMe into GPU memory past RAM, by the way they took.",
+        self._ways = self._counter_cls(
+            name="vllm:kvfs_gpu_bytes",
+            documentation="Bytes loaded into GPU memory, by the way they took.",
             labelnames=[*labelnames, "way"],
         )
         self._others = {
@@ -71,7 +72,7 @@ class KvfsPromMetrics(KVConnectorPromMetrics):
             for tier in TIERS:  # shown as 0 from the start
                 self._hits.labels(*labels, tier)
             for way in WAYS:
-                self._direct.labels(*labels, way)
+                self._ways.labels(*labels, way)
             for counter in self._others.values():
                 counter.labels(*labels)
 
@@ -81,7 +82,7 @@ class KvfsPromMetrics(KVConnectorPromMetrics):
         for name, count in transfer_stats_data.items():
             if name.startswith("hit_tokens_"):
                 self._hits.labels(*labels, name.removeprefix("hit_tokens_")).inc(count)
-            elif name.startswith("direct_bytes_"):
-                self._direct.labels(*labels, name.removeprefix("direct_bytes_")).inc(count)
+            elif name.startswith("gpu_bytes_"):
+                self._ways.labels(*labels, name.removeprefix("gpu_bytes_")).inc(count)
             elif name in self._others:
                 self._others[name].labels(*labels).inc(count)

@@ -7,10 +7,12 @@ wait for them, else after it) · `wait_for_layer` · `begin_stores` · `finished
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 from kvfs.client import Client
 from kvfs.engine_adapters.keeping import Keeping, warn_once
+from kvfs.engine_adapters.pinned_arena import register
 from kvfs.engine_adapters.populating import Populating
 from kvfs.engine_adapters.spare_cores import spare_cores
 from kvfs.engine_adapters.vllm_blocks import HostBlocks, KvBlocks
@@ -60,7 +62,10 @@ class WorkerSide:
                 ("loads", settings.deadline_s), ("loads in steps", settings.deadline_s), ("stores", max(settings.deadline_s, STORE_DEADLINE_S)),
             )
         ]  # fmt: skip
-        self._keeping = [Keeping(client) for client in self._clients]
+        self._keeping = [
+            Keeping(client, attached=functools.partial(self._attached, client)) for client in self._clients
+        ]
+        self._copied_from = self._clients[1 if settings.load_async is False else 0]
         num_chunks = kv.num_tokens // kv.namespace.identity.tokens_per_chunk
         self._loader = BlockLoader(self._clients[0], blocks, direct)
         self._step_loader = BlockLoader(self._clients[1], blocks, direct)
@@ -81,6 +86,12 @@ class WorkerSide:
         self._populating.start()
         warn_once([keeping.open() for keeping in self._keeping])
 
+    def _attached(self, client: Client) -> None:
+        """There is a session, in the thread that keeps it: on a GPU its arena is registered beside the work."""
+        blocks = self._blocks
+        if client is self._copied_from and isinstance(blocks, DeviceBlocks) and blocks.device.type == "cuda":
+            blocks.use_arena(register(client.arena, blocks.device.index or 0))
+
     def flush(self) -> None:
         """Wait until everything that was ordered so far is stored, or turned away."""
         self._store.flush()
@@ -95,6 +106,8 @@ class WorkerSide:
         self._store.close()
         if self._direct is not None:
             self._direct.close()
+        if isinstance(self._blocks, DeviceBlocks):
+            self._blocks.use_arena(None)
         for client in self._clients:
             client.close()
 
@@ -167,6 +180,8 @@ class WorkerSide:
             chunks_refused=self._store.num_refused,
             chunks_dropped=self._store.num_dropped,
         )
+        if isinstance(self._blocks, DeviceBlocks):
+            now.update({f"gpu_bytes_{way}": size for way, size in self._blocks.bytes_by_way.items()})
         if self._direct is not None:
             now.update(self._direct.take_totals())
         self._counts.update(now - self._counted_before)

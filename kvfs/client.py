@@ -138,6 +138,15 @@ class Client:
                     raise
                 self._has_complained = False
 
+    @property
+    def arena(self) -> memoryview:
+        """A view of the mapped arena, which keeps it mapped; empty without a session."""
+        connection = self._connection
+        try:
+            return memoryview(connection.arena if connection is not None else b"")
+        except ValueError:  # it is being unmapped at this moment
+            return memoryview(b"")
+
     def is_attached(self) -> bool:
         """Whether there is a session, as far as is known without asking: a stopped daemon still has its own."""
         connection = self._connection

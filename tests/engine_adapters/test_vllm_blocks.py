@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Sequence
+import mmap
+import random
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
+from kvfs.device.destination import address_of
 from kvfs.engine_adapters.vllm_blocks import LAYOUT_ORDERS, BlockOrder, HostBlocks, block_view, order_of
 from kvfs.engine_adapters.vllm_device_blocks import DeviceBlocks
-from kvfs.errors import UsageError
+from kvfs.errors import UnavailableError, UsageError
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 7, 2, 4, 6
 LOGICAL = "LBHNC"
@@ -149,6 +153,62 @@ def test_threads_that_write_do_not_mix(form: str) -> None:
 
     with ThreadPoolExecutor(num_threads) as threads:
         list(threads.map(write, range(num_threads)))
+
+
+class HostArena:
+    """Stands for an arena that a device copies from: here the host does. Attributes: num_copies; is_closed; is_failing."""
+
+    def __init__(self, size: int) -> None:
+        self.view = memoryview(mmap.mmap(-1, size))
+        self.num_copies = 0
+        self.is_closed = False
+        self.is_failing = False
+
+    def holds(self, view: memoryview) -> bool:
+        begin = address_of(self.view)
+        return begin <= address_of(view) and address_of(view) + len(view) <= begin + len(self.view)
+
+    def copy(self, source: memoryview, target_address: int, stream: int) -> None:
+        if self.is_failing:
+            raise UnavailableError("cuMemcpyHtoDAsync_v2 failed")
+        ctypes.memmove(target_address, address_of(source), len(source))
+        self.num_copies += 1
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_what_lies_in_a_registered_arena_is_copied_from_there(expect_log: Callable[[str], None]) -> None:
+    """All pieces of a layer or none; when it fails, and when the arena is another, it goes on, and the bytes are right."""
+    tensors = kv_tensors("LBNHC")
+    reference = HostBlocks(views_of(kv_tensors("LBNHC"), "LBNHC"))
+    blocks = DeviceBlocks(views_of(tensors, "LBNHC"))
+    size = blocks.block_bytes(0)
+    arena, other = HostArena(4 * size), HostArena(4 * size)
+    for each in (arena, other):
+        each.view[:] = random.Random(id(each)).randbytes(4 * size)
+
+    def write(*parts: tuple[list[int], memoryview]) -> None:
+        for each in (blocks, reference):
+            each.write(0, parts)
+        for ids, _ in parts:
+            assert read(blocks, 0, ids) == read(reference, 0, ids)
+
+    blocks.use_arena(arena)
+    write(([1, 3], arena.view[size : 3 * size].toreadonly()), ([0], arena.view[:size].toreadonly()))
+    assert (arena.num_copies, dict(blocks.bytes_by_way)) == (2, {"arena": 3 * size, "staged": 0})
+    write(([1], arena.view[:size]), ([2], memoryview(bytes(size))))
+    assert (arena.num_copies, blocks.bytes_by_way["staged"]) == (2, 2 * size)
+    blocks.use_arena(other)
+    assert arena.is_closed
+    write(([0], other.view[size : 2 * size]))
+    assert other.num_copies == 1
+    other.is_failing = True
+    expect_log("what is in RAM goes to the GPU through pinned buffers from now on: cuMemcpyHtoDAsync")
+    write(([1], other.view[2 * size : 3 * size]))
+    write(([2], other.view[3 * size :]))
+    assert other.is_closed
+    assert dict(blocks.bytes_by_way) == {"arena": 4 * size, "staged": 4 * size}
 
 
 @pytest.mark.gpu

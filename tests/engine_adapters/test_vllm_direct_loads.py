@@ -112,7 +112,7 @@ def request_chains() -> list[ChainHash]:
 def test_chunks_on_nvme_are_read_past_ram(daemon: DaemonProcess, start: Start, num_rows: int, load_async: bool) -> None:
     """All four, however many at once; none is prefetched or promoted, and the metrics say how they came."""
     counts = load(start(num_rows=num_rows, load_async=load_async))
-    assert counts["direct_bytes_host"] == 4 * PAYLOAD
+    assert counts["gpu_bytes_host"] == 4 * PAYLOAD
     assert counts["hit_tokens_nvme"] == 4 * CHUNK
     assert "loads_failed" not in {name for name, count in counts.items() if count}
     found = counters(daemon)
@@ -127,7 +127,7 @@ def test_what_is_in_ram_comes_from_there(daemon: DaemonProcess, start: Start, tm
     with Client(tmp_path / "mount", namespace_of(0, 1)) as client, client.load([chains[1], chains[3]]) as found:
         assert found.extent(0) is None
     counts = load(start())
-    assert counts["direct_bytes_host"] == 2 * PAYLOAD
+    assert counts["gpu_bytes_host"] == 2 * PAYLOAD
     assert (counts["hit_tokens_ram"], counts["hit_tokens_nvme"]) == (2 * CHUNK, 2 * CHUNK)
 
 
@@ -198,7 +198,7 @@ def test_a_way_that_fails_is_given_up(daemon: DaemonProcess, start: Start, expec
     system.code = errno.EIO
     expect_log(GIVEN_UP + r"\[Errno 5\]")
     counts = load(engine)
-    assert (counts["direct_failures"], counts["loads_failed"], counts.get("direct_bytes_host", 0)) == (1, 0, 0)
+    assert (counts["direct_failures"], counts["loads_failed"], counts.get("gpu_bytes_host", 0)) == (1, 0, 0)
     assert counts["hit_tokens_nvme"] == 4 * CHUNK
     num_reads, system.code = system.num_reads, 0
     counts = load(engine)
