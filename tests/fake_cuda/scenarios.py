@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from kvfs.device.destination import address_of, destination_of
 from kvfs.device.gpu import Gpu, Way
 from kvfs.device.reader import Reader
+from kvfs.engine_adapters.pinned_arena import register
 from kvfs.errors import UnavailableError, UsageError
 from kvfs.system import System
 
@@ -298,6 +300,39 @@ def pinned(cuda: FakeCuda, directory: Path) -> None:
         target.free()
         view.release()
     arena.close()
+    cuda.assert_all_given_back()
+
+
+def pinned_arena(cuda: FakeCuda, directory: Path) -> None:
+    """What a vLLM worker does with the arena of its session: registers it if that can be, and copies out of it."""
+    fd = os.memfd_create("arena")
+    os.truncate(fd, SIZE)
+    os.pwrite(fd, CONTENT, 0)
+    read_only = mmap.mmap(fd, SIZE, prot=mmap.PROT_READ)
+    writable = mmap.mmap(fd, SIZE)
+    assert register(memoryview(b""), 0) is None
+    cuda.fail("no_read_only", 1)
+    assert register(memoryview(read_only), 0) is None
+    cuda.heal()
+    target = Memory(cuda, 70_000)
+    for arena in (read_only, writable):
+        held = register(memoryview(arena), 0)
+        assert held is not None
+        view = memoryview(arena)[5000:75_000]
+        assert held.holds(view)
+        target.host[:] = bytes(70_000)
+        held.copy(view, destination_of(target).address, 0)
+        assert target.host == CONTENT[5000:75_000]
+        cuda.fail("cuMemcpyHtoDAsync_v2")
+        copying = functools.partial(held.copy, view, destination_of(target).address, 0)
+        raises(UnavailableError, "cuMemcpyHtoDAsync_v2", copying)
+        del copying
+        cuda.heal()
+        held.close()
+        view.release()
+        arena.close()
+    target.free()
+    os.close(fd)
     cuda.assert_all_given_back()
 
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.fakecuda
 Run = Callable[..., str]
 
 
-@pytest.mark.parametrize("name", ["ring", "ring_failures", "pinned", "no_device"])
+@pytest.mark.parametrize("name", ["ring", "ring_failures", "pinned", "pinned_arena", "no_device"])
 def test_on_the_driver_alone(run_scenario: Run, name: str) -> None:
     assert "WARNING" not in run_scenario(name)
 

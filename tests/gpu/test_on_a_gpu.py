@@ -18,14 +18,18 @@ import pytest
 import torch
 import xxhash
 
+from kvfs.chunk import geometry
 from kvfs.device.driver import open_driver
 from kvfs.device.gpu import Gpu, Way
 from kvfs.device.reader import Reader
 from kvfs.engine_adapters.device_checksum import checksums
+from kvfs.engine_adapters.direct_read import Wanted, read_chunks, row_bytes
 from kvfs.engine_adapters.vllm_blocks import block_view, order_of
 from kvfs.engine_adapters.vllm_device_blocks import DeviceBlocks
 from kvfs.errors import UnavailableError
+from kvfs.loading import VolumeExtent
 from kvfs.system import System
+from kvfs.testing import chain_of, open_table, payload_of, store_chain, tiny_namespace
 from kvfs.volume import aligned_buffer
 
 ROUNDS = 7
@@ -156,6 +160,42 @@ def test_from_nvme_to_the_device(file: Path, use_kvikio: bool, record_property: 
         record_property("ratio_to_host", rates["device"] / rates["host O_DIRECT"])
         assert not use_kvikio or sum(carried.values()) >= size
         del on_device
+        slab.close()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("is_proven", [True, False])
+async def test_chunks_from_a_volume_to_blocks(tmp_path: Path, is_proven: bool) -> None:
+    """As a vLLM worker does it: the slab, the checksums, the blocks; and a flipped bit is found where nobody has looked."""
+    namespace = tiny_namespace()
+    chain, geo, size = chain_of(namespace, 3), geometry(namespace, 16), row_bytes(namespace, 16)
+    async with open_table(tmp_path, namespace) as (store, table):
+        await store_chain(store, table, chain)
+        assert await store.flush()
+        offsets = [table.chunks[key].nvme for key in chain.keys]
+    layers = [geo.bounds[layer + 1] - geo.bounds[layer] for layer in range(namespace.num_layers)]
+    fd = os.open(tmp_path / "nvme" / "volume", os.O_RDWR | os.O_DIRECT)
+    with Reader() as reader:
+        slab = reader.slab(3 * size, 0)
+        rows = torch.as_tensor(slab.memory, device="cuda:0").view(3, size)
+        wanted = [Wanted(VolumeExtent(fd, at, is_proven), one) for at, one in zip(offsets, chain.chains, strict=True)]
+        way, errors = read_chunks(reader, namespace, 16, wanted, rows)
+        assert (way in (Way.KVIKIO, Way.RING), errors) == (True, [None] * 3)
+        blocks = DeviceBlocks([torch.zeros(4, 1, 1, each, dtype=torch.uint8, device="cuda") for each in layers])
+        for number, row in enumerate(rows):
+            blocks.write_payload(row, geo.bounds, [3 - number], 0)
+        blocks.flush()
+        for number, one in enumerate(chain.chains):
+            found = b"".join(view[3 - number].cpu().view(torch.uint8).numpy().tobytes() for view in blocks._views)
+            assert found == payload_of(one, geo)
+        at = offsets[1] + geo.header_bytes
+        page = aligned_buffer(4096)
+        os.preadv(fd, [page], at)
+        page[5] ^= 1
+        os.pwritev(fd, [page], at)
+        errors = read_chunks(reader, namespace, 16, wanted, rows)[1]
+        assert [error is not None for error in errors] == [False, not is_proven, False]
+        del rows, row
         slab.close()
     os.close(fd)
 
