@@ -24,7 +24,7 @@ from kvfs.keys import ChainHash
 from kvfs.loading import VolumeExtent
 from kvfs.messages import Tier
 from kvfs.system import System
-from kvfs.testing import settings_in, socket_path, wait_until
+from kvfs.testing import DEADLINE_S, settings_in, socket_path, wait_until
 from kvfs.testing.daemon import DaemonProcess
 
 from .vllm_stand_in import BLOCK, CHUNK, CONTENT, HEADS, LAYERS, StandIn, namespace_of, request_of
@@ -95,7 +95,7 @@ def load(engine: StandIn, num_local: int = 0) -> dict[str, int]:
 
 def extents(tmp_path: Path) -> list[VolumeExtent | None]:
     """Where a client is told to read the chunks."""
-    with Client(tmp_path / "mount", namespace_of(0, 1)) as client:
+    with Client(tmp_path / "mount", namespace_of(0, 1), deadline_s=DEADLINE_S) as client:
         chains = request_chains()
         with client.load(chains, stay_on_volume=True) as found:
             return [found.extent(index) for index in range(len(chains))]
@@ -129,6 +129,16 @@ def test_what_is_in_ram_comes_from_there(daemon: DaemonProcess, start: Start, tm
     counts = load(start())
     assert counts["gpu_bytes_host"] == 2 * PAYLOAD
     assert (counts["hit_tokens_ram"], counts["hit_tokens_nvme"]) == (2 * CHUNK, 2 * CHUNK)
+
+
+def test_what_is_on_its_way_into_ram_comes_from_there(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Somebody else has it promoted: nobody reads it twice at the same time."""
+    chains = request_chains()
+    daemon.slow(0.3)
+    with Client(tmp_path / "mount", namespace_of(0, 1), deadline_s=DEADLINE_S) as other:
+        with other.load(chains[:2], stream=True):
+            assert [one is not None for one in extents(tmp_path)] == [False, False, True, True]
+        assert counters(daemon)["promotions"] == 2
 
 
 def test_blocks_that_the_engine_has_are_left_alone(daemon: DaemonProcess, start: Start) -> None:
