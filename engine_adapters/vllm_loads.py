@@ -104,6 +104,13 @@ class BlockLoader:
         self._running: list[BlockLoad] = []
         self._has_complained = False
 
+    def open(self) -> None:
+        """Have the threads and what is derived from the namespace ready before the first load."""
+        namespace = self._client.namespace
+        self._thread.submit(geometry, namespace, namespace.identity.tokens_per_chunk)
+        if self._helpers is not None:
+            self._helpers.submit(int)
+
     def begin(self, transfer: Transfer, *, is_async: bool) -> BlockLoad:
         """Begin a load; what the engine has queued so far comes before its first write."""
         load = BlockLoad(transfer, is_async, self._blocks.fence())

@@ -84,11 +84,18 @@ class WorkerSide:
     def open(self) -> None:
         """Map the cache's memory now, so that no request pays for it. Raises UsageError if it refuses this engine."""
         self._populating.start()
+        for loader in (self._loader, self._step_loader):
+            loader.open()
         warn_once([keeping.open() for keeping in self._keeping])
 
     def _attached(self, client: Client) -> None:
-        """There is a session, in the thread that keeps it: on a GPU its arena is registered beside the work."""
+        """There is a session, in the thread that keeps it: what takes long once is done beside the work.
+
+        On a GPU the arena is registered; the window is mapped before there is anything to store.
+        """
         blocks = self._blocks
+        if client is self._clients[-1] and self.kv.is_storing:
+            client.window_bytes()
         if client is self._copied_from and isinstance(blocks, DeviceBlocks) and blocks.device.type == "cuda":
             blocks.use_arena(register(client.arena, blocks.device.index or 0))
 
