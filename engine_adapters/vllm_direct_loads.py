@@ -92,6 +92,8 @@ class DirectLoads:
                 except (OSError, EOFError, UnavailableError) as error:
                     self._failed(error)
                     return done
+                if not found.is_held():  # the next daemon may have used these places: of proven ones nobody looks
+                    return done
                 for (index, _), row, wrong in zip(batch, self._rows, errors, strict=False):
                     done[index] = wrong
                     if wrong is None:

@@ -98,7 +98,7 @@ class Load:
     def extent(self, index: int) -> VolumeExtent | None:
         """Where a chunk lies on a volume, if it is not in RAM nor on its way there; to be read before `close`.
 
-        Whoever finds wrong bytes there says so with `suspect`.
+        What was read is worth something only if `is_held` says so afterwards. Whoever finds wrong bytes says so with `suspect`.
         """
         place, connection = self._placements[index], self._connection
         if place.tier is not Tier.NVME or connection is None or connection.is_closed:
@@ -228,6 +228,10 @@ class Load:
         except OSError as error:
             raise UnavailableError(f"the volume could not be read: {error}") from error
         return buffer[: place.length].toreadonly()
+
+    def is_held(self) -> bool:
+        """Whether the lease has not ended, so that no extent was reused: with the daemon it does."""
+        return self._connection is not None and not self._connection.is_hung_up()
 
     def suspect(self, index: int) -> None:
         """Tell the daemon that a chunk has not the bytes that it should have: it looks for itself."""

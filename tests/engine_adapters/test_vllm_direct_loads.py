@@ -201,6 +201,27 @@ def flip(tmp_path: Path, offset: int) -> None:
     os.close(fd)
 
 
+def test_what_was_read_while_the_daemon_ended_is_computed(
+    daemon: DaemonProcess, start: Start, expect_log: Callable[[str], None]
+) -> None:
+    """Its leases have ended, and the next daemon may have used the places, though these bytes are still right."""
+
+    class Ending(System):
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            """See System."""
+            daemon.kill()
+            return super().preadv(fd, buffers, offset)
+
+    expect_log("a prefix is computed instead of loaded: the session has ended")
+    expect_log("does not answer, going on without it")
+    engine = start(Ending())
+    request = request_of(TOKENS)
+    assert engine.run(request, BLOCK_IDS) == 4 * CHUNK
+    assert engine.failed == set(BLOCK_IDS[: 4 * CHUNK // BLOCK])
+    counts = engine.workers[0].take_counts()
+    assert (counts["loads_failed"], counts.get("direct_failures", 0), counts.get("gpu_bytes_host", 0)) == (1, 0, 0)
+
+
 def test_a_way_that_fails_is_given_up(daemon: DaemonProcess, start: Start, expect_log: Callable[[str], None]) -> None:
     """The load under way is right all the same; those that come have their chunks brought into RAM. Counted and said once."""
     system = Failing()
