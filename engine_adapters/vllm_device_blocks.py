@@ -90,6 +90,10 @@ class DeviceBlocks:
                 view.index_copy_(0, self._ids(_all_ids(pieces)), blocks)
                 slab.used(lane.stream)
 
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, this thread's own work on the device is queued where loads are, not behind the engine's."""
+        return self._loading.current()
+
     def use_arena(self, arena: Arena | None) -> None:
         """Copy what lies in `arena` from there; what was copied out of the one before has arrived, and it is closed."""
         with self._loading.lock:

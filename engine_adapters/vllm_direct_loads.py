@@ -86,9 +86,10 @@ class DirectLoads:
                 if self._rows is None or not self.is_working:
                     return done
                 try:
-                    way, errors = read_chunks(
-                        self._reader, self._namespace, self._num_tokens, [wanted for _, wanted in batch], self._rows
-                    )
+                    with self._blocks.beside():
+                        way, errors = read_chunks(
+                            self._reader, self._namespace, self._num_tokens, [wanted for _, wanted in batch], self._rows
+                        )
                 except (OSError, EOFError, UnavailableError) as error:
                     self._failed(error)
                     return done

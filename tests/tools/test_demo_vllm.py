@@ -28,6 +28,16 @@ def test_times_are_compared_with_the_engine_s_own_cache() -> None:
     assert not report.mistakes(runs(), 256)
 
 
+def test_what_a_load_took_is_read_from_the_metrics() -> None:
+    lines = [
+        'vllm:kvfs_load_microseconds_total{engine="0",model_name="m"} 36250.0',
+        'vllm:kvfs_load_microseconds_created{engine="0",model_name="m"} 1.7e+09',
+        'vllm:kvfs_hit_tokens_total{engine="0",model_name="m",tier="ram"} 3328.0',
+    ]
+    assert report.load_ms(lines) == 36.25
+    assert report.load_ms([]) == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

@@ -81,6 +81,7 @@ def _show(console: Console, runs: dict[str, Run], metrics: list[str], out: Path)
     console.print(report.table(runs))
     for line in report.verdict(runs):
         console.print(line, highlight=False)
+    console.print(f"new_server: {report.load_ms(metrics):,.0f} ms of it were its load from kvfs", highlight=False)
     console.print("\n[bold]$ curl -s …/metrics | grep kvfs_hit_tokens[/bold]", highlight=False)
     for line in metrics:
         if line.startswith("vllm:kvfs_hit_tokens_total"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -43,6 +43,12 @@ def verdict(runs: Mapping[str, Run]) -> list[str]:
             f"{name}: {factor:.0f} × faster than computed; {ratio:.2f} × own_cache, {word} the bar of {BAR:g} ×"
         )
     return lines
+
+
+def load_ms(metrics: Iterable[str]) -> float:
+    """What a server's loads took, by its /metrics: from their order to their end, all together."""
+    name = "vllm:kvfs_load_microseconds_total"
+    return sum(float(line.rpartition(" ")[2]) for line in metrics if line.startswith(name)) / 1000
 
 
 def mistakes(runs: Mapping[str, Run], tokens_per_chunk: int) -> list[str]:
