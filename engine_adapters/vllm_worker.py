@@ -190,7 +190,7 @@ class WorkerSide:
         if isinstance(self._blocks, DeviceBlocks):
             now.update({f"gpu_bytes_{way}": size for way, size in self._blocks.bytes_by_way.items()})
         if self._direct is not None:
-            now.update(self._direct.take_totals())
+            now.update(self._direct.totals())
         self._counts.update(now - self._counted_before)
         self._counted_before = now
         counts, self._counts = self._counts, Counter()

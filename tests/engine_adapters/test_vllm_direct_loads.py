@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -220,6 +222,33 @@ def test_what_was_read_while_the_daemon_ended_is_computed(
     assert engine.failed == set(BLOCK_IDS[: 4 * CHUNK // BLOCK])
     counts = engine.workers[0].take_counts()
     assert (counts["loads_failed"], counts.get("direct_failures", 0), counts.get("gpu_bytes_host", 0)) == (1, 0, 0)
+
+
+def test_the_engine_does_not_wait_for_a_device_that_hangs(daemon: DaemonProcess, start: Start) -> None:
+    """Its steps, and what is counted in each of them, go on while a read does not end."""
+    begun, may_go = threading.Event(), threading.Event()
+
+    class Hanging(System):
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            """See System."""
+            begun.set()
+            may_go.wait()
+            return super().preadv(fd, buffers, offset)
+
+    engine = start(Hanging())
+    request = request_of(TOKENS)
+    engine.scheduler.arrived(request)
+    try:
+        assert engine.admit(request, BLOCK_IDS) == 4 * CHUNK
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(engine.step).result(DEADLINE_S)
+            assert begun.wait(DEADLINE_S)
+            assert thread.submit(engine.workers[0].take_counts).result(DEADLINE_S).get("gpu_bytes_host", 0) == 0
+            may_go.set()
+    finally:
+        may_go.set()
+    engine.settle(request)
+    assert not engine.wrong_tokens(request, 4 * CHUNK)
 
 
 def test_a_way_that_fails_is_given_up(daemon: DaemonProcess, start: Start, expect_log: Callable[[str], None]) -> None:
