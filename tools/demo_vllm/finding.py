@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from kvfs.errors import KvfsError
@@ -52,8 +53,12 @@ def is_known(python: str) -> bool:
 
 
 def _version(python: str) -> str:
-    try:
-        done = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, check=False, cwd="/")
-    except OSError:
-        return ""
+    with tempfile.TemporaryDirectory(prefix="kvfs-vllm-") as temporary:  # the import alone leaves files there
+        environment = {**os.environ, "TMPDIR": temporary}
+        try:
+            done = subprocess.run(
+                [python, "-c", _LOOK], capture_output=True, text=True, check=False, cwd="/", env=environment
+            )
+        except OSError:
+            return ""
     return done.stdout.strip().rpartition("\n")[2]
