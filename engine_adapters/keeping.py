@@ -85,7 +85,7 @@ class Keeping:
                 self._attached()
 
 
-def warn_once(reasons: Iterable[str]) -> None:
+def warn_together(reasons: Iterable[str]) -> None:
     """Say in one sentence that some of what was opened (see `Keeping.open`) has no cache yet; each is for one process."""
     reason = next(filter(None, reasons), "")
     if reason:

@@ -161,8 +161,10 @@ class BlockLoader:
                 return
             load.asked_by_tier = _by_tier(placed, found.sources)
             with found:
-                self._copy(load, found)
-                self._blocks.flush()  # before the lease ends
+                try:
+                    self._copy(load, found)
+                finally:
+                    self._blocks.flush()  # before the lease ends: a GPU may be copying out of the arena
             if load.num_arrived == len(placed):
                 self._has_complained = False
             load.tokens_by_tier = _by_tier(placed[: load.num_arrived], found.sources)

@@ -21,7 +21,7 @@ from typing import Any
 from kvfs.chunk import geometry
 from kvfs.client import Client, Lease, Prefetching
 from kvfs.engine_adapters.break_even import BreakEven
-from kvfs.engine_adapters.keeping import warn_once
+from kvfs.engine_adapters.keeping import warn_together
 from kvfs.engine_adapters.vllm_orders import PlacedChunk, StepOrders, StepReport, Transfer
 from kvfs.engine_adapters.vllm_requests import RequestChunks, root_extras, why_bypass
 from kvfs.engine_adapters.vllm_session import PatientSession
@@ -126,7 +126,7 @@ class SchedulerSide:
 
     def open(self) -> None:
         """Attach to the namespaces. Raises UsageError if the daemon refuses this engine."""
-        warn_once([session.open() for session in self._sessions])
+        warn_together([session.open() for session in self._sessions])
 
     def close(self) -> None:
         """End the sessions."""

@@ -11,7 +11,7 @@ import functools
 from collections import Counter
 
 from kvfs.client import Client
-from kvfs.engine_adapters.keeping import Keeping, warn_once
+from kvfs.engine_adapters.keeping import Keeping, warn_together
 from kvfs.engine_adapters.pinned_arena import register
 from kvfs.engine_adapters.populating import Populating
 from kvfs.engine_adapters.spare_cores import spare_cores
@@ -86,7 +86,7 @@ class WorkerSide:
         self._populating.start()
         for loader in (self._loader, self._step_loader):
             loader.open()
-        warn_once([keeping.open() for keeping in self._keeping])
+        warn_together([keeping.open() for keeping in self._keeping])
 
     def _attached(self, client: Client) -> None:
         """There is a session, in the thread that keeps it: what takes long once is done beside the work.

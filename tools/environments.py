@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -25,11 +26,18 @@ def find_python(
 
 
 def last_line(python: str, script: str) -> str:
-    """The last line that a script prints in this Python; nothing if it fails, or there is no such Python."""
-    try:
-        done = subprocess.run([python, "-c", script], capture_output=True, text=True, check=False, cwd="/")
-    except OSError:
-        return ""
+    """The last line that a script prints in this Python; nothing if it fails, or there is no such Python.
+
+    Its temporary files go with it: importing an engine alone leaves some.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvfs-look-") as temporary:
+        environment = {**os.environ, "TMPDIR": temporary}
+        try:
+            done = subprocess.run(
+                [python, "-c", script], capture_output=True, text=True, check=False, cwd="/", env=environment
+            )
+        except OSError:
+            return ""
     return "" if done.returncode else done.stdout.strip().rpartition("\n")[2]
 
 

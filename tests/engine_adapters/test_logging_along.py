@@ -9,7 +9,7 @@ import pytest
 
 START = """
 import logging.config, sys
-from kvfs.engine_adapters.keeping import warn_once
+from kvfs.engine_adapters.keeping import warn_together
 from kvfs.engine_adapters.logging_along import log_with
 
 def configure(level="INFO", disable=False):
@@ -21,7 +21,7 @@ def configure(level="INFO", disable=False):
         "loggers": {"engine": {"handlers": ["engine"], "level": level, "propagate": False}},
     })
 """
-SAY = "warn_once(['', 'no kvfs is mounted at /nowhere', 'another reason'])\n"
+SAY = "warn_together(['', 'no kvfs is mounted at /nowhere', 'another reason'])\n"
 SENTENCE = "kvfs: going on without a cache until there is one: no kvfs is mounted at /nowhere\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvfs.errors import KvfsError
 from kvfs.tools.demo_vllm import finding, report
 from kvfs.tools.demo_vllm.runs import Run
+from kvfs.tools.demo_vllm.server import serve
 
 
 def runs(**changes: Run) -> dict[str, Run]:
@@ -63,3 +65,15 @@ def test_a_script_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFS_VLLM_PYTHON", "/bin/false")
     with pytest.raises(KvfsError, match="could not be set up"):
         finding.find_vllm()
+
+
+def test_temporary_files_of_a_server_go_with_it(tmp_path: Path) -> None:
+    """VLLM leaves sockets where temporary files are; they have room for their names there, and go also if it fails."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $TMPDIR > {tmp_path}/where; touch $TMPDIR/left; echo it cannot start; exit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(KvfsError, match="it cannot start"), serve(str(python), tmp_path, None, tmp_path / "log", []):
+        pass
+    where = Path((tmp_path / "where").read_text().strip())
+    assert not where.exists()
+    assert len(f"{where}/{uuid.uuid4()}") < 107, "no socket can have such a long name"
