@@ -131,7 +131,7 @@ def flags(settings: Settings) -> list[str]:
         if isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            arguments.append(f"--{flag}={value}")
+            arguments += [f"--{flag}={each}" for each in (value if isinstance(value, list) else [value])]
     return arguments
 
 

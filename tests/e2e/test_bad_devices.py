@@ -96,8 +96,10 @@ def test_a_signal_says_it_too(faulty: FaultyDaemon, engines: Any) -> None:
     assert faulty.ended() == 0
 
 
+@pytest.mark.heavy
 def test_a_volume_that_hangs(faulty: FaultyDaemon, engines: Any, wait: Any) -> None:
     """Hits, other volumes, stores, ls and status go on; changes end with a sentence; so does umount, and the daemon."""
+    faulty.seconds = 2 * SECONDS  # which a busy machine has for the other volume
     second = f"--nvme={faulty.directory}/second:16MiB"
     faulty.start(second)
     engine = engines(faulty.path)
@@ -129,7 +131,7 @@ def test_a_volume_that_hangs(faulty: FaultyDaemon, engines: Any, wait: Any) -> N
     assert time.monotonic() - begin < 50
     assert said.returncode == 1, said
     assert "could not be written to NVMe and are lost" in said.stderr
-    assert f"has not answered for {SECONDS:g} s" in said.stderr
+    assert f"has not answered for {faulty.seconds:g} s" in said.stderr
     assert faulty.ended() == 1
     assert mountpoint.mount_at(str(faulty.path)) is None
     assert os.listdir(faulty.run_directory) == []

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,14 @@ for name, given in zip(("arena", "volume"), fds, strict=True):
 print(json.dumps(found))
 """
 )
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Not below pytest's own directory: every other run that starts on this machine closes that to other users."""
+    place = Path(tempfile.mkdtemp(prefix=f"kvfs-{os.getpid()}-"))
+    yield place
+    shutil.rmtree(place)
 
 
 @pytest.fixture

@@ -295,7 +295,7 @@ class Life:
             id(chain): chain
             for chain in [*ledger.chains[-sample:], *self.rng.sample(ledger.chains, min(sample, len(ledger.chains)))]
         }
-        with client_of(self.directory) as client:
+        with client_of(self.directory, NS) as client:
             for chain in chains.values():
                 missing = ledger.clean.intersection(chain.keys) - load_right(client, chain)
                 assert not missing, f"{len(missing)} clean chunks cannot be loaded"

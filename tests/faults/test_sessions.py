@@ -498,6 +498,13 @@ HOSTILE = {
     "prefetch before hello": m.encode(m.Prefetch(1, bytes(16), 0, 1000)),
     "prefetch of no priority": m.encode(m.Prefetch(1, bytes(16), 101, 1000)),
     "part of a key": m.encode(m.Match(1, bytes(15))),
+    "warm before hello": m.encode(m.Warm(1, bytes(16))),
+    "declined before hello": m.encode(m.Declined(1, bytes(16))),
+    "why of another version": m.encode(m.Why(1, 99, NS.directory, bytes(16))),
+    "why of part of a key": m.encode(m.Why(1, m.VERSION, NS.directory, bytes(15))),
+    "why of a long name": m.encode(m.Why(1, m.VERSION, "x" * 256, bytes(16))),
+    "why of too many keys": m.encode(m.Why(1, m.VERSION, NS.directory, bytes(16 * (m.MAX_QUESTIONS + 1)))),
+    "listen of another version": m.encode(m.Listen(1, 99)),
 }  # fmt: skip
 
 
@@ -522,6 +529,9 @@ AFTER_HELLO: dict[str, m.Request] = {
     "part of a key in abort": m.Abort(9, bytes(1)),
     "part of a key in suspect": m.Suspect(9, bytes(1)),
     "part of a key in prefetch": m.Prefetch(9, bytes(1), 0, 1000),
+    "part of a key in warm": m.Warm(9, bytes(17)),
+    "part of a key in declined": m.Declined(9, bytes(17)),
+    "part of a key in why": m.Why(9, m.VERSION, NS.directory, bytes(17)),
     "store without a window": m.Store(9, tuple(new_chunks(chain_of(NS, 1)))),
 }
 

@@ -139,7 +139,7 @@ async def test_whoever_has_time_takes_the_checksums(tmp_path: Path) -> None:
                     assert bytes(load.layer(index, layer)) == layer_of(value, load.geometry(index), layer)
 
     async with trusted(tmp_path, ram=32 << 20, nvme=32 << 20, window_bytes=16 << 20) as (store, _):
-        with Client(plain_mount(tmp_path), large, deadline_s=5.0) as client:
+        with client_of(tmp_path, large) as client:
             first, second = await in_thread(client.store, new_chunks(chain))
             first.fill(memoryview(payload_of(chain.chains[0], first.geometry)))
             assert first.finished().checksums == b""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvfs import config
+from kvfs.tools import background
 from kvfs.tools.config import commented, comments
 
 from .conftest import Mount, kvfs
@@ -59,4 +60,27 @@ def test_of_a_mount(mount: Mount) -> None:
     told = mount.json("config")
     assert (told["mountpoint"], told["ram"], told["huge_pages"]) == (str(mount.path), "16MiB", "never")
     assert tomllib.loads(kvfs("config", mount.path).stdout) == told
+    assert kvfs("umount", mount.path).returncode == 0
+
+
+def test_a_background_daemon_gets_the_settings_that_were_given() -> None:
+    """Each of them, several volumes among them, as the flags that lead to the very same."""
+    settings = config.load(
+        None,
+        {
+            "mountpoint": "/mnt/x", "ram": "4GiB", "nvme": ["/disk 1/kvfs:64GiB", "/disk2/kvfs:1TiB"], "io_threads": 7,
+            "policy": "learned", "allow_other": True, "access": "trusted", "write_budget": "10GiB",
+        },
+    )  # fmt: skip
+    mountpoint, *words = background.flags(settings)
+    told = kvfs("config", mountpoint, *words)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert config.load(None, tomllib.loads(told.stdout)) == settings
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
+def test_several_volumes_in_the_background(mount: Mount, tmp_path: Path) -> None:
+    mount.flags.append(f"--nvme={tmp_path}/second:16MiB")
+    mount.start()
+    assert [Path(each["directory"]).name for each in mount.json("status")["volumes"]] == ["volume", "second"]
     assert kvfs("umount", mount.path).returncode == 0

@@ -34,7 +34,10 @@ class Disk:
     def __init__(self, path: Path, size: str) -> None:
         self.path = path
         path.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "kvfs-test", path], check=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "kvfs-test", path]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode:
+            pytest.skip(f"no small file system can be mounted here: {made.stderr.strip()}")
 
     def fill(self) -> None:
         """Leave no block."""
