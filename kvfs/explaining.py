@@ -10,30 +10,38 @@ from collections.abc import Sequence
 from kvfs.catalog import Chunk, ChunkTable
 from kvfs.keys import Key
 from kvfs.messages import Explained, Known, Tier
-from kvfs.residency import Residency
+from kvfs.policy_change import PolicyInForce
+from kvfs.residency import BYPASSED, Residency
 
+BY_EARLIER_POLICY = "earlier_policy"
+"""The cause of what a policy did before the one in force took its place, or before the daemon started."""
 _MAX_STEPS = 1 << 16  # towards heads of chains, for all keys of a question together: 20 ms of the loop
 
 
 def explain(
-    id_: int, residency: Residency, directory: str, keys: Sequence[Key], started_ns: int, policy: str
+    id_: int, residency: Residency, directory: str, keys: Sequence[Key], started_ns: int, policy: PolicyInForce
 ) -> Explained:
     """The answer to `Why`."""
     table = residency.catalog.tables.get(directory)
     missing: dict[Key, bytes] = {}
     return Explained(
         id_,
-        tuple([_known(residency, table, directory, key, missing) for key in keys]),
+        tuple([_known(residency, table, directory, key, missing, policy.since_ns) for key in keys]),
         started_ns,
         max(started_ns, residency.ghosts.forgotten_ns),
         max(started_ns, residency.refusals.forgotten_ns),
-        policy,
+        policy.name,
         table is not None,
     )
 
 
 def _known(
-    residency: Residency, table: ChunkTable | None, directory: str, key: Key, missing: dict[Key, bytes]
+    residency: Residency,
+    table: ChunkTable | None,
+    directory: str,
+    key: Key,
+    missing: dict[Key, bytes],
+    policy_since_ns: int,
 ) -> Known:
     refusal = residency.refusals.get(directory, key)
     refused = (refusal.why, refusal.last_ns, refusal.times) if refusal is not None else ("", 0, 0)
@@ -46,8 +54,10 @@ def _known(
     ghost = residency.ghosts.get(directory, key)
     if ghost is None:
         return Known(Tier.NONE, 0, 0, 0, 0, b"", "", "", 0, 0.0, *refused)
+    is_by_policy = ghost.cause == "policy" or ghost.why == BYPASSED
+    cause = BY_EARLIER_POLICY if is_by_policy and ghost.gone_ns < policy_since_ns else ghost.cause
     return Known(
-        Tier.NONE, 0, ghost.gone_ns, 0, ghost.hits, b"", ghost.why, ghost.cause, ghost.full, 60 * ghost.unused_min, *refused
+        Tier.NONE, 0, ghost.gone_ns, 0, ghost.hits, b"", ghost.why, cause, ghost.full, 60 * ghost.unused_min, *refused
     )  # fmt: skip
 
 

@@ -57,9 +57,9 @@ def _recall(residency: Residency, policy: Holding[Chunk], learnt: bytes | None) 
 
 def remember(residency: Residency) -> None:
     """Have what was learned written with the next transaction of each index."""
-    ram = residency.ram.policy.learnt(_name)
+    ram = residency.ram.policy.learnt(name_of)
     for stripe in residency.nvme or ():
-        for tier, learnt in (("ram", ram), ("nvme", stripe.tier.policy.learnt(_name))):
+        for tier, learnt in (("ram", ram), ("nvme", stripe.tier.policy.learnt(name_of))):
             if learnt is not None:
                 stripe.commits.learnt(tier, learnt)
 
@@ -82,6 +82,7 @@ async def at_the_end(residency: Residency) -> None:
                 log.warning("what the policies have learned is lost: %s", error)
 
 
-def _name(table: Hashable) -> str:
+def name_of(table: Hashable) -> str:
+    """A namespace as it is called where what was learned is written down."""
     assert isinstance(table, ChunkTable)
     return table.directory

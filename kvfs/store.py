@@ -30,6 +30,7 @@ from kvfs.limits import Limits
 from kvfs.messages import Explained, NewChunk, StoreStatus, Tier, Warmth
 from kvfs.metrics import Counters, render
 from kvfs.namespace import Namespace
+from kvfs.policy_change import PolicyInForce
 from kvfs.prefetch import BY_CHAIN_PRIORITY, Order, Prefetcher, Reason
 from kvfs.promotion import Promoter, Promotion, drop_corrupt
 from kvfs.residency import NameObserver, Observer, Residency
@@ -54,6 +55,7 @@ class Store:
     """See the module.
 
     Attributes: settings, catalog, counters, events, arena, volumes (none for a RAM cache), limits, staging.
+    policy: the one in force, which need not be that of the settings any more.
     settle_taken_over: returns when what was removed does not come back by a takeover.
     """
 
@@ -75,6 +77,7 @@ class Store:
         self.counters = residency.counters
         self.events = residency.events
         self.limits = Limits(residency, system)
+        self.policy = PolicyInForce(residency, settings.policy, system)
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self.settle_taken_over: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
@@ -352,7 +355,7 @@ class Store:
 
     def why(self, id_: int, directory: str, keys: Sequence[Key]) -> Explained:
         """What is known of keys; the reply to `messages.Why`."""
-        return explain(id_, self._residency, directory, keys, self._started_ns, self.settings.policy)
+        return explain(id_, self._residency, directory, keys, self._started_ns, self.policy)
 
     def declined(self, table: ChunkTable, keys: Sequence[Key]) -> None:
         """An engine computes what it could load of these."""
@@ -371,6 +374,8 @@ class Store:
         ram, nvme = self._residency.ram, self._residency.nvme
         counters = {name: getattr(self.counters, name) for name in Counters.__slots__}
         return Statistics(
+            policy=self.policy.name,
+            next_policy=self.policy.coming,
             num_chunks=self.catalog.num_chunks,
             num_namespaces=len(self.catalog.tables),
             dirty_bytes=self._writer.dirty_bytes if self._writer else 0,
