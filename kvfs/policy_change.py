@@ -14,11 +14,10 @@ from __future__ import annotations
 import gc
 import heapq
 import logging
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import trio
 
@@ -34,8 +33,9 @@ from kvfs.system import System
 log = logging.getLogger(__name__)
 
 _TURN_S = 0.001
-_LOOK_EVERY = 32  # entries, at the clock
+_LOOK_EVERY = 8  # entries, at the clock
 _RUN = 1024  # entries that are sorted at once
+_PIECE = 4096
 _NUM_PARTS = 256  # of a set of a million, which would stand still for 50 ms when it grows
 
 T = TypeVar("T")
@@ -77,11 +77,11 @@ class PolicyInForce:
             try:
                 for order, both in zip(orders, changing, strict=True):
                     order.order = both
-                seen, sequence, times = await _newest_first(residency, turns)
-                await _carry(orders, changing, sequence, times, self._system.time_ns(), turns)
+                seen, pieces = await _newest_first(residency, turns)
+                await _carry(orders, changing, pieces, self._system.time_ns(), turns)
                 late = _passed_over(residency, changing, seen)
                 now_ns = self._system.time_ns()
-                await _carry(orders, changing, late, array("q", [now_ns]) * len(late), now_ns, turns)
+                await _carry(orders, changing, [_Piece(late, [now_ns] * len(late))], now_ns, turns)
                 await _tell(changing, turns)
                 for order, both in zip(orders, changing, strict=True):
                     order.order = both.new
@@ -93,7 +93,7 @@ class PolicyInForce:
                         order.order = both.old
             log.info("the policy is %s from now on, and was %s", name, before)
             residency.events.append("policy", policy=name, before=before)
-            await _take_apart([both.old for both in changing], seen, sequence, turns)
+            await _take_apart([both.old for both in changing], seen, pieces, turns)
 
     def _made(self, name: str, order: Holding[Chunk]) -> Policy[Chunk]:
         """The new policy of a tier; what was learned there before it goes on with, if it can."""
@@ -131,6 +131,13 @@ class _Turns:
             self._ends_s = self._system.monotonic() + _TURN_S
 
 
+class _Piece(NamedTuple):
+    """A few thousand chunks: a list of a million is copied as it grows. And when each was last needed."""
+
+    chunks: list[Chunk]
+    needed_ns: list[int]
+
+
 class _Seen:
     """A set of chunks."""
 
@@ -165,8 +172,8 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-async def _newest_first(residency: Residency, turns: _Turns) -> tuple[_Seen, list[Chunk], array[int]]:
-    """All chunks by last use, each after what it is built on, and when each was last needed; and the same as a set."""
+async def _newest_first(residency: Residency, turns: _Turns) -> tuple[_Seen, list[_Piece]]:
+    """All chunks by last use, each after what it is built on, as a set and in pieces."""
     runs: list[list[Chunk]] = []
     run: list[Chunk] = []
     for table in list(residency.catalog.tables.values()):
@@ -180,22 +187,22 @@ async def _newest_first(residency: Residency, turns: _Turns) -> tuple[_Seen, lis
                 run = []
             await turns.rest()
     runs.append(_sorted(run))
-    seen, sequence, times = _Seen(), list[Chunk](), array("q")
+    seen, pieces = _Seen(), [_Piece([], [])]
     merged = heapq.merge(*map(_taken, runs), key=attrgetter("last_used_ns"), reverse=True)
     for number, chunk in enumerate(merged):
-        last_ns, path, each = chunk.last_used_ns, list[Chunk](), chunk
-        while each not in seen:
+        path: list[Chunk] = []
+        each: Chunk | None = chunk
+        while each is not None and each not in seen:
             seen.add(each)
             path.append(each)
-            times.append(last_ns)
-            above = each.above()
-            if above is None:
-                break
-            each = above
-        sequence.extend(reversed(path))
-        if not number % _LOOK_EVERY:
+            each = each.above()
+        if len(pieces[-1].chunks) >= _PIECE:
+            pieces.append(_Piece([], []))
+        pieces[-1].chunks.extend(reversed(path))
+        pieces[-1].needed_ns.extend([chunk.last_used_ns] * len(path))
+        if path or not number % _LOOK_EVERY:
             await turns.rest()
-    return seen, sequence, times
+    return seen, pieces
 
 
 def _sorted(run: list[Chunk]) -> list[Chunk]:
@@ -213,24 +220,23 @@ def _taken(run: list[T]) -> Iterator[T]:
 async def _carry(
     orders: Sequence[Holding[Chunk]],
     changing: Sequence[Changing[Chunk]],
-    sequence: Sequence[Chunk],
-    times: Sequence[int],
+    pieces: Sequence[_Piece],
     now_ns: int,
     turns: _Turns,
 ) -> None:
-    """Carry over those of `sequence`, from its end, that are in a tier and in its order."""
-    needed_ns = 0
-    for index in range(len(sequence) - 1, -1, -1):
-        chunk = sequence[index]
-        if not index % _LOOK_EVERY:
-            await turns.rest()
-        if chunk.is_removed:
-            continue
-        needed_ns = max(needed_ns, times[index])
-        tiers = [number for number, offset in ((0, chunk.ram), (1 + chunk.volume, chunk.nvme)) if offset != NOWHERE]
-        for number in tiers:
-            if not orders[number].is_set_aside(chunk):
-                changing[number].carry(chunk, (now_ns - needed_ns) / 1e9)
+    """Carry over, from the end, what is in a tier and in its order."""
+    last_ns = 0
+    for chunks, needed_ns in reversed(pieces):
+        for index in range(len(chunks) - 1, -1, -1):
+            chunk = chunks[index]
+            if not index % _LOOK_EVERY:
+                await turns.rest()
+            if chunk.is_removed:
+                continue
+            last_ns = max(last_ns, needed_ns[index])  # what was used meanwhile stands where it was, and has a note
+            for number, offset in ((0, chunk.ram), (1 + chunk.volume, chunk.nvme)):
+                if offset != NOWHERE and not orders[number].is_set_aside(chunk):
+                    changing[number].carry(chunk, (now_ns - last_ns) / 1e9)
 
 
 def _passed_over(residency: Residency, changing: Sequence[Changing[Chunk]], seen: _Seen) -> list[Chunk]:
@@ -249,12 +255,12 @@ async def _tell(changing: Sequence[Changing[Chunk]], turns: _Turns) -> None:
                 await turns.rest()
 
 
-async def _take_apart(olds: Sequence[Policy[Chunk]], seen: _Seen, sequence: list[Chunk], turns: _Turns) -> None:
+async def _take_apart(olds: Sequence[Policy[Chunk]], seen: _Seen, pieces: list[_Piece], turns: _Turns) -> None:
     """Empty the old orders, what is built on after what it is built on: so nothing becomes a leaf of them."""
     await seen.clear(turns)
-    sequence.reverse()
-    for number, chunk in enumerate(_taken(sequence)):
-        for old in olds:
-            old.remove(chunk)
-        if not number % _LOOK_EVERY:
-            await turns.rest()
+    for piece in _taken(pieces[::-1]):
+        for number, chunk in enumerate(piece.chunks):
+            for old in olds:
+                old.remove(chunk)
+            if not number % _LOOK_EVERY:
+                await turns.rest()
