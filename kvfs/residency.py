@@ -55,6 +55,7 @@ class Residency:
         catalog, ram, nvme (None for a RAM cache), counters, events.
         pins: what must stay in the lowest tier; copied_in: what goes in an order of its own.
         ghosts: what is remembered of chunks that went; refusals: of what was not done with some.
+        started_ns: when all this began, since the epoch.
         num_leases: holds on all chunks together.
         kept_back_bytes: of chunks that admission keeps from NVMe; on_held: told of one that must not be evicted any more.
         over_quota: namespaces that have to let go of something as soon as they can: of these `on_last_lease` is told when
@@ -76,7 +77,8 @@ class Residency:
         self.nvme = nvme
         self.counters = counters
         self.events = events
-        self.ghosts = Ghosts()
+        self.started_ns = system.time_ns()
+        self.ghosts = Ghosts(forgotten_ns=self.started_ns)
         self.refusals = Refusals()
         self.pins = Pins(self._held_changed)
         self.copied_in = CopiedIn(system.monotonic)
@@ -195,6 +197,10 @@ class Residency:
         self.tell("removed", chunk, directory)
         if not chunk.leases:
             self._give_back(chunk)
+
+    def now_ns(self) -> int:
+        """The time since the epoch, by which chunks go."""
+        return self._system.time_ns()
 
     def _remember(self, chunk: Chunk, why: str, cause: str = "") -> None:
         self.ghosts.limit = max(

@@ -82,7 +82,6 @@ class Store:
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self.settle_taken_over: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._used: set[Chunk] = set()
-        self._started_ns = system.time_ns()
         self._promoter: Promoter | None = None
         self._prefetcher: Prefetcher | None = None
         self._writer: WriteBehind | None = None
@@ -355,7 +354,7 @@ class Store:
 
     def why(self, id_: int, directory: str, keys: Sequence[Key]) -> Explained:
         """What is known of keys; the reply to `messages.Why`."""
-        return explain(id_, self._residency, directory, keys, self._started_ns, self.policy)
+        return explain(id_, self._residency, directory, keys, self.policy)
 
     def declined(self, table: ChunkTable, keys: Sequence[Key]) -> None:
         """An engine computes what it could load of these."""
