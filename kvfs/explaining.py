@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvfs.catalog import Chunk, ChunkTable
+from kvfs.departures import BYPASSED
 from kvfs.keys import Key
 from kvfs.messages import Explained, Known, Tier
 from kvfs.policy_change import PolicyInForce
-from kvfs.residency import BYPASSED, Residency
+from kvfs.residency import Residency
 
 BY_EARLIER_POLICY = "earlier_policy"
 """The cause of what a policy did before the one in force took its place, or before the daemon started."""

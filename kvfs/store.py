@@ -329,7 +329,7 @@ class Store:
         while waiting := [
             chunk
             for chunk in waiting
-            if chunk.is_dirty and not chunk.is_removed and not self._residency.is_kept_back(chunk)
+            if chunk.is_dirty and not chunk.is_removed and chunk not in self._residency.kept_back
         ]:
             if any(nvme.of(chunk).tier.is_degraded for chunk in waiting):
                 raise UnavailableError("writing to NVMe fails: what is dirty stays in RAM, and is tried again")
@@ -383,8 +383,8 @@ class Store:
             num_ghosts=len(self._residency.ghosts),
             num_pinned=len(self._residency.pins),
             held_bytes=self._residency.pins.held_bytes,
-            num_kept_back=self._residency.num_kept_back,
-            kept_back_bytes=self._residency.kept_back_bytes,
+            num_kept_back=len(self._residency.kept_back),
+            kept_back_bytes=self._residency.kept_back.size_bytes,
             admitted_today_bytes=self._writer.admission.spent_on(self.system.time_ns()).num_bytes if self._writer else 0,
             num_staging=self.staging.num_files,
             staging_bytes=self.staging.size_bytes,

@@ -44,7 +44,7 @@ Chunks hold users' prompts in another form. Treat copies accordingly.
 class ControlFiles:
     """Contents of the fixed files.
 
-    The events and constant files have a size before they are opened; the others show 0, like those of /proc.
+    The events, the settings and constant files have a size before they are opened; the others show 0, like those of /proc.
 
     Attributes:
         socket_path: what `.kvfs/session` points to.
@@ -75,6 +75,8 @@ class ControlFiles:
             return self._store.events.size
         if node.role is Role.SESSION:
             return len(os.fsencode(self.socket_path))
+        if node.role is Role.CONFIG:
+            return len(self._config())
         return len(self.constant(node) or b"")
 
     def snapshot(self, node: Fixed) -> bytes:

@@ -90,6 +90,19 @@ class Changing(Generic[E]):
         self.old.bypassed(entry)
         self._notes.append((self.new.bypassed, entry))
 
+    @property
+    def heeds(self) -> frozenset[str]:
+        """Which hints either of them heeds."""
+        return frozenset[str]().union(*(getattr(policy, "heeds", ()) for policy in (self.old, self.new)))
+
+    def hinted(self, entries: Sequence[E]) -> None:
+        """The hints of these entries have changed: told to those that heed any."""
+        old, new = (getattr(policy, "hinted", None) for policy in (self.old, self.new))
+        if old is not None:
+            old(entries)
+        if new is not None:
+            self._notes.append((new, tuple(entries)))
+
     def remove(self, entry: E) -> None:
         """See `Policy`."""
         self.old.remove(entry)

@@ -258,3 +258,30 @@ def test_a_note_of_what_left_again_is_not_told() -> None:
     while both.has_notes:
         both.tell_one()
     assert list(both.new.victims(lambda _: True)) == list(both.old.victims(lambda _: True)) == ["a"]
+
+
+def test_hints_reach_whoever_heeds_them() -> None:
+    """The old one at once, the new one in its turn; what heeds none is not told."""
+
+    class Heeding(LeafFirstLRU[Any]):
+        heeds = frozenset({"expect"})
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[Any] = []
+
+        def hinted(self, entries: Any) -> None:
+            self.told.append(list(entries))
+
+    old, new = Heeding(), Heeding()
+    both: Changing[Any] = Changing(old, new)
+    assert both.heeds == {"expect"}
+    both.insert("a")
+    both.hinted(["a"])
+    assert (old.told, new.told) == ([["a"]], [])
+    while both.has_notes:
+        both.tell_one()
+    assert new.told == [["a"]]
+    deaf: Changing[Any] = Changing(LeafFirstLRU(), LeafFirstLRU())
+    deaf.hinted(["a"])
+    assert (deaf.heeds, deaf.has_notes) == (frozenset(), False)
