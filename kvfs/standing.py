@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvfs.config import Settings, VolumeSetting
 from kvfs.metrics import Counters
+from kvfs.policy_change import PolicyInForce
 from kvfs.residency import Residency
 from kvfs.staging import Staging
 from kvfs.statistics import Capacity, Statistics, TierStatistics, Unwritten, VolumeStatistics
@@ -24,6 +25,7 @@ class Standing:
     settings: Settings
     system: System
     residency: Residency
+    policy: PolicyInForce
     staging: Staging
     writer: WriteBehind | None
     missing: Sequence[VolumeSetting]
@@ -41,6 +43,8 @@ class Standing:
         residency, writer = self.residency, self.writer
         ram, nvme, counters = residency.ram, residency.nvme, residency.counters
         return Statistics(
+            policy=self.policy.name,
+            next_policy=self.policy.coming,
             num_chunks=residency.catalog.num_chunks,
             num_namespaces=len(residency.catalog.tables),
             dirty_bytes=writer.dirty_bytes if writer else 0,
@@ -49,8 +53,8 @@ class Standing:
             num_ghosts=len(residency.ghosts),
             num_pinned=len(residency.pins),
             held_bytes=residency.pins.held_bytes,
-            num_kept_back=residency.num_kept_back,
-            kept_back_bytes=residency.kept_back_bytes,
+            num_kept_back=len(residency.kept_back),
+            kept_back_bytes=residency.kept_back.size_bytes,
             admitted_today_bytes=writer.admission.spent_on(self.system.time_ns()).num_bytes if writer else 0,
             num_staging=self.staging.num_files,
             staging_bytes=self.staging.size_bytes,

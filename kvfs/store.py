@@ -30,6 +30,7 @@ from kvfs.limits import Limits
 from kvfs.messages import Explained, NewChunk, StoreStatus, Tier, Warmth
 from kvfs.metrics import render
 from kvfs.namespace import Namespace
+from kvfs.policy_change import PolicyInForce
 from kvfs.prefetch import BY_CHAIN_PRIORITY, Order, Prefetcher, Reason
 from kvfs.promotion import Promoter, Promotion
 from kvfs.reading import Reading
@@ -55,6 +56,7 @@ class Store:
     """See the module.
 
     Attributes: settings, catalog, counters, events, arena, volumes (none for a RAM cache), limits, staging.
+    policy: the one in force, which need not be that of the settings any more.
     settle_taken_over: returns when what was removed does not come back by a takeover.
     is_taking_over: whether what a daemon before us left is being looked at.
     unwritten: at the end, what was not on NVMe then; None if all of it was.
@@ -77,13 +79,13 @@ class Store:
         self.counters = residency.counters
         self.events = residency.events
         self.limits = Limits(residency, system)
+        self.policy = PolicyInForce(residency, settings.policy, system)
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self.settle_taken_over: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self.is_taking_over = False
         self.unwritten: Unwritten | None = None
         self._used: set[Chunk] = set()
-        self._started_ns = system.time_ns()
         self._promoter: Promoter | None = None
         self._prefetcher: Prefetcher | None = None
         self._writer: WriteBehind | None = None
@@ -99,7 +101,9 @@ class Store:
         self._storing = Storing(settings, system, residency, self.limits, self._writer, self._copies)
         self.staging = self._storing.staging
         self._reading = Reading(residency, self._cold, self._copies)
-        self._standing = Standing(settings, system, residency, self.staging, self._writer, missing, arena.kind)
+        self._standing = Standing(
+            settings, system, residency, self.policy, self.staging, self._writer, missing, arena.kind
+        )
 
     @property
     def catalog(self) -> Catalog:
@@ -310,7 +314,7 @@ class Store:
         while waiting := [
             chunk
             for chunk in waiting
-            if chunk.is_dirty and not chunk.is_removed and not self._residency.is_kept_back(chunk)
+            if chunk.is_dirty and not chunk.is_removed and chunk not in self._residency.kept_back
         ]:
             if any(nvme.of(chunk).tier.is_degraded for chunk in waiting):
                 raise UnavailableError("writing to NVMe fails: what is dirty stays in RAM, and is tried again")
@@ -335,7 +339,7 @@ class Store:
 
     def why(self, id_: int, directory: str, keys: Sequence[Key]) -> Explained:
         """What is known of keys; the reply to `messages.Why`."""
-        return explain(id_, self._residency, directory, keys, self._started_ns, self.settings.policy)
+        return explain(id_, self._residency, directory, keys, self.policy)
 
     def declined(self, table: ChunkTable, keys: Sequence[Key]) -> None:
         """An engine computes what it could load of these."""

@@ -8,6 +8,8 @@ pinned there is what it holds at that time, with all directories below.
 Of a namespace's directory besides: quota ("20GiB") and max_age ("3d"), "none" without a limit, and stored_bytes; of files
 that are being copied in, which nobody lists, staging_files and staging_bytes.
 
+Of the root, to be set by the mount's owner: policy, the one in force (see `kvfs set`).
+
 A pin is set as a duration ("90s", "15min", "2h", "3d") or "forever", and ended by "no", by nothing, or by removing it.
 """
 
@@ -24,6 +26,7 @@ from kvfs.mount.errnos import Refused
 from kvfs.mount.nodes import Fixed, Node, Role
 from kvfs.mount.staged_names import StagedFile, StagedNames
 from kvfs.pins import FOREVER
+from kvfs.policy_change import check as check_policy
 from kvfs.prefixes import PrefixDirectory
 from kvfs.store import Store
 
@@ -56,6 +59,7 @@ _OF_NAMESPACES: dict[str, Callable[[ChunkTable], str]] = {
     "stored_bytes": lambda table: str(table.stored_bytes),
 }
 LIMITS = ("quota", "max_age")
+POLICY = "policy"
 _OF_STAGING: dict[str, Callable[[set[StagedFile]], str]] = {
     "staging_files": lambda files: str(len(files)),
     "staging_bytes": lambda files: str(sum(file.staged.capacity for file in files)),
@@ -115,6 +119,8 @@ class Xattrs:
             if name == "pinned_until":
                 return rfc3339(until_ns)
             return f"{-(-(until_ns - self._store.system.time_ns()) // NS)}s"
+        if _is_root(node):
+            return self._store.policy.name if name == POLICY else None
         table = _namespace(node)
         if table is not None:
             if name in _OF_STAGING:
@@ -160,6 +166,10 @@ class Xattrs:
         if table is not None and name in LIMITS:
             check_limit(name, value)
             return lambda: set_limit(self._store, table, name, value)
+        if _is_root(node) and name == POLICY and value is not None:
+            policy = _text(value)
+            check_policy(policy)
+            return lambda: self._store.policy.change(policy)
         raise Refused(errno.ENOTSUP)
 
     def change_pin(self, chunks: list[Chunk], value: bytes | None) -> Callable[[], Awaitable[object]]:
@@ -228,6 +238,10 @@ def _text(value: bytes) -> str:
 def _namespace(node: Node) -> ChunkTable | None:
     """The namespace whose directory this is."""
     return node.table if isinstance(node, Fixed) and node.role is Role.NAMESPACE else None
+
+
+def _is_root(node: Node) -> bool:
+    return isinstance(node, Fixed) and node.role is Role.ROOT
 
 
 def _pinnable(node: Node) -> Iterable[Chunk] | None:

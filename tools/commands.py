@@ -88,6 +88,7 @@ COMMANDS = {
     "unpin": ("pin", "unpin", "UNPIN_EXAMPLES"),
     "warm": ("warm", "warm", "EXAMPLES"),
     "quota": ("quota", "quota", "EXAMPLES"),
+    "set": ("set", "set_setting", "EXAMPLES"),
     "verify": ("verify", "verify", "EXAMPLES"),
     "doctor": ("doctor.command", "doctor", "EXAMPLES"),
     "config": ("config", "show_settings", "EXAMPLES"),

@@ -38,6 +38,19 @@ class Holding(Generic[E]):
     def __len__(self) -> int:
         return len(self._order) + len(self._held) + len(self._unreachable)
 
+    @property
+    def order(self) -> Policy[E]:
+        """The other policy; another one with the same entries may take its place."""
+        return self._order
+
+    @order.setter
+    def order(self, order: Policy[E]) -> None:
+        self._order = order
+
+    def is_set_aside(self, entry: E) -> bool:
+        """Whether an entry is held or unreachable."""
+        return entry in self._held or entry in self._unreachable
+
     def hold(self, entry: E) -> None:
         """An entry must not go from now on; one that is not in the tier is no error."""
         before = len(self._order)

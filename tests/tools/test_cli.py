@@ -221,7 +221,7 @@ EMPTY = [
     ["pin", "/m", "", "--for=2h"], ["unpin", "/m", ""], ["quota", "/m", "", "5GiB"], ["quota", "/m", "x", ""],
     ["verify", ""], ["verify", "/m", ""], ["export", "/m", "", "/x"], ["export", "/m", "x", ""], ["import", "/m", ""],
     ["mount", ""], ["umount", ""], ["status", ""], ["sync", ""], ["config", ""], ["format", "", "1GiB"], ["fsck", ""],
-    ["destroy", "", "--yes"], ["bench", "--dir", ""], ["simulate", "", "--ram", "5%"], ["doctor", ""],
+    ["set", "policy=lru", ""], ["set", "", "/m"], ["destroy", "", "--yes"], ["bench", "--dir", ""], ["simulate", "", "--ram", "5%"], ["doctor", ""],
     ["why", "/m", "", "x"], ["record", "/m", ""], ["warm", ""], ["warm", "/m", ""],
 ]  # fmt: skip
 

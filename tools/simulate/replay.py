@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvfs.catalog import NOWHERE, Catalog, Chunk
+from kvfs.departures import BYPASSED, GHOSTS_A_CHUNK
 from kvfs.ghosts import MAX_GHOSTS, Ghost, Ghosts
 from kvfs.keys import Key
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
 from kvfs.policies import Clock, Policy
-from kvfs.residency import BYPASSED, GHOSTS_A_CHUNK
 from kvfs.tiers.nvme import NvmeTier
 from kvfs.tiers.ram import RamTier
 from kvfs.tools.simulate.traces import Request, Trace
