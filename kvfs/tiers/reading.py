@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import trio
@@ -84,9 +85,18 @@ class Reads(Generic[R]):
             if self._queue is not None:
                 self._begin(self._queue, _BEGUN_AT_ONCE, may_wait=False)
         token = trio.lowlevel.current_trio_token()
-        work = self._one_by_one if self._queue is None else self._collect
         for _ in range(num_threads):
-            trio.lowlevel.start_thread_soon(work, lambda outcome: token.run_sync_soon(outcome.unwrap), "kvfs-read")
+            trio.lowlevel.start_thread_soon(partial(self._work, token), lambda _: None, "kvfs-read")
+
+    def _work(self, token: trio.lowlevel.TrioToken) -> None:
+        """In a thread. It may still be ending when the loop has ended: what it told last is waited for, it is not."""
+        try:
+            if self._queue is None:
+                self._one_by_one()
+            else:
+                self._collect(self._queue)
+        except BaseException as defect:  # noqa: BLE001 - it is raised in the loop, and ends the daemon
+            token.run_sync_soon(_raise, defect)
 
     def _next(self) -> R | None:
         """What comes next and may be under way as well, which it then is. The caller has the lock."""
@@ -112,9 +122,7 @@ class Reads(Generic[R]):
                 _end(read)
             self._tell([(read, error)])
 
-    def _collect(self) -> None:
-        queue = self._queue
-        assert queue is not None
+    def _collect(self, queue: KernelReads[R]) -> None:
         while True:
             collected = queue.wait() if queue.num_under_way else []
             with self._lock:
@@ -149,6 +157,10 @@ class Reads(Generic[R]):
         except OSError as error:
             return error
         return None
+
+
+def _raise(defect: BaseException) -> None:
+    raise defect
 
 
 def _end(read: Read) -> None:

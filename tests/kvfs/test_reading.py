@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from kvfs.kernel_reads import KernelReads
 from kvfs.system import System
@@ -135,3 +136,22 @@ async def test_a_batch_has_no_more_under_way_than_it_may_and_holds_up_no_other()
         gated.gate.set()
     await eventually(lambda: len(told) == 8)
     assert [offset for offset in gated.begun if offset >= 10 * BLOCK] == [n * BLOCK for n in range(10, 14)]
+
+
+def test_a_defect_in_a_reading_thread_ends_the_loop() -> None:
+    """Nobody would ever hear of what it had begun."""
+    gated = Gated()
+    gated.gate.set()
+
+    def tell(told: Told) -> None:
+        raise ZeroDivisionError
+
+    async def read() -> None:
+        Reads(gated, 1, tell).put(iter(reads_of(range(1))), 1)
+        await trio.sleep_forever()
+
+    with pytest.raises(trio.TrioInternalError) as caught:
+        trio.run(read)
+    cause = caught.value.__cause__
+    assert isinstance(cause, BaseExceptionGroup)
+    assert cause.subgroup(ZeroDivisionError) is not None
