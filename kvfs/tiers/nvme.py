@@ -1,8 +1,8 @@
 """The NVMe tier: which chunk has which extent of the volume, and direct reads and writes of whole chunks.
 
 Concurrency: the bookkeeping belongs to the event loop's thread; transfers run in at most `num_threads` threads of this
-volume's own, so that a device that hangs takes no other thread with it. A transfer is never abandoned: its buffer
-belongs to it until it ends.
+volume's own, so that a device that hangs takes no other thread with it; what loads wait for is read beside them, see
+`tiers.reading`. A transfer is never abandoned: its buffer belongs to it until it ends.
 """
 
 from __future__ import annotations
