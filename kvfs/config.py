@@ -113,7 +113,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             user write chunks in place, which saves a copy and trusts them not to write elsewhere.
         huge_pages: "auto" takes huge pages where the system has them, "never" takes 4 KiB pages.
         window_bytes: most memory that one session may use to hand over chunks ("window").
-        io_threads: threads that read and write a volume, for each.
+        io_threads: threads that write a volume, for each, and read it where the kernel has no queue of reads.
         admission: "always" writes every chunk to NVMe, "second-use" only what was used again.
         write_budget_bytes: most that is written to NVMe a day (UTC), None for no bound ("write_budget").
         policy: who goes first when a tier is full: a name of `kvfs.policies.named`, or a class as ``package.module:Class``.

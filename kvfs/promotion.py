@@ -3,26 +3,31 @@
 The chunks of one load are read layer by layer across all of them, so that an engine can begin with the first layers
 while the last are still on their way.
 
-Concurrency: bookkeeping on the event loop's thread, transfers in the threads of the chunk's volume. A promotion goes on when
-whoever asked for it is gone: the bytes are as good for the next.
+Concurrency: bookkeeping on the event loop's thread; reads begin there, and are collected and verified in a thread of the
+chunk's volume (see `tiers.reading`). A promotion goes on when whoever asked for it is gone: the bytes are as good for the
+next.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import trio
 
 from kvfs.catalog import NOWHERE, Chunk
+from kvfs.chunk import Facts, Geometry
 from kvfs.errors import CorruptChunk, KvfsError, UnavailableError
 from kvfs.residency import Residency
 from kvfs.stripes import Stripes
-from kvfs.tiers.nvme import NvmeTier, Slice, verify
+from kvfs.tiers.nvme import Slice, check_header, verify_piece
+from kvfs.tiers.reading import Read, Reads
 
 log = logging.getLogger(__name__)
+
+_MOST_UNDER_WAY = 2
+"""Pieces of one chunk: devices serve all at once, and end them at once, and there would be nothing to copy meanwhile."""
 
 
 class Promotion:
@@ -35,7 +40,6 @@ class Promotion:
         error: why it failed, once it did.
         num_left: pieces that are not read yet, or given up.
         watchers: called with the promotion when a piece of it has ended.
-        has_header, has_failed: set, from a thread, when the first piece is there or given up; when any was given up.
     """
 
     def __init__(self, chunk: Chunk, offset: int, buffer: memoryview, pieces: Sequence[Slice]) -> None:
@@ -47,8 +51,7 @@ class Promotion:
         self.error: KvfsError | None = None
         self.num_left = len(self.pieces)
         self.watchers: set[Callable[[Promotion], None]] = set()
-        self.has_header = threading.Event()
-        self.has_failed = False
+        self.judge = Judge(chunk, buffer, pieces)
         self._is_there = [False] * len(self.pieces)
         self._next_piece = 0
         self._changed = trio.Event()
@@ -56,6 +59,11 @@ class Promotion:
     async def wait_for_layers(self, layers: int) -> None:
         """Return when so many layers are there, or the promotion failed."""
         while self.layers < layers and self.error is None:
+            await self._changed.wait()
+
+    async def wait_for_end(self) -> None:
+        """Return when every piece was read, or given up."""
+        while self.num_left:
             await self._changed.wait()
 
     def arrived(self, number: int) -> None:
@@ -73,6 +81,67 @@ class Promotion:
             watcher(self)
 
 
+class Judge:
+    """Verifies the pieces of one chunk, in whatever order and by whichever thread they come.
+
+    Attributes: has_failed: a piece is wrong, or could not be read: nobody needs the others.
+    """
+
+    def __init__(self, chunk: Chunk, buffer: memoryview, pieces: Sequence[Slice]) -> None:
+        self.has_failed = False
+        self._chunk = chunk
+        self._buffer = buffer
+        self._pieces = pieces
+        self._lock = threading.Lock()
+        self._has_first = False
+        self._waiting: list[tuple[int, OSError | None]] = []  # for the first, which has the checksums
+        self._header: tuple[Geometry, Facts] | None = None
+
+    def hear(self, number: int, error: OSError | None) -> list[tuple[int, KvfsError | None]]:
+        """A piece was read, or could not be; returns what is judged now, each piece with what is wrong with it."""
+        with self._lock:
+            self.has_failed = (
+                self.has_failed or error is not None
+            )  # a header not read must not be taken for a wrong one
+            self._waiting.append((number, error))
+            self._has_first = self._has_first or number == 0
+            if not self._has_first:
+                return []
+            heard, self._waiting = self._waiting, []
+        return [(number, self._verdict(number, error)) for number, error in heard]
+
+    def _verdict(self, number: int, error: OSError | None) -> KvfsError | None:
+        key = self._chunk.key.hex()
+        if error is not None:
+            log.error("chunk %s could not be read: %s", key, error)
+            return UnavailableError(f"chunk {key} could not be read: {error}")
+        if self.has_failed:
+            return None
+        try:
+            if self._header is None:
+                self._header = check_header(self._chunk, self._buffer)
+            verify_piece(*self._header, self._pieces[number], self._buffer)
+        except CorruptChunk as wrong:
+            self.has_failed = True
+            return wrong
+        return None
+
+
+class _PieceRead(Read):
+    """A piece of a promotion that is to be read."""
+
+    __slots__ = ("number", "promotion")
+
+    def __init__(self, promotion: Promotion, number: int) -> None:
+        piece = promotion.pieces[number]
+        super().__init__(promotion.buffer[piece.begin : piece.end], promotion.chunk.nvme + piece.begin)
+        self.promotion = promotion
+        self.number = number
+
+    def is_given_up(self) -> bool:
+        return self.promotion.judge.has_failed
+
+
 class Promoter:
     """Starts promotions and finds those that are under way."""
 
@@ -81,6 +150,10 @@ class Promoter:
         self._nvme = nvme
         self._nursery = nursery
         self._under_way: dict[Chunk, Promotion] = {}
+        self._token = trio.lowlevel.current_trio_token()
+        self._reads = {
+            stripe.number: Reads(stripe.tier.volume, stripe.tier.num_threads, self._were_read) for stripe in nvme
+        }
 
     def is_under_way(self, chunk: Chunk) -> bool:
         """Whether this chunk is on its way into RAM."""
@@ -95,6 +168,7 @@ class Promoter:
         """
         promotions: list[Promotion | None] = []
         begun: list[Promotion] = []
+        chunks = list(chunks)
         for chunk in chunks:
             promotion = self._under_way.get(chunk)
             if promotion is None:
@@ -105,59 +179,32 @@ class Promoter:
                     self._residency.release(chunk)
                 else:
                     buffer = self._residency.ram.view(offset, chunk.length)
-                    pieces = self._nvme.of(chunk).tier.pieces(chunk)
+                    pieces = self._nvme.of(chunk).tier.pieces(chunk, len(chunks))
                     promotion = self._under_way[chunk] = Promotion(chunk, offset, buffer, pieces)
                     begun.append(promotion)
             promotions.append(promotion)
         if begun:
+            self._nursery.start_soon(_stay, begun)
             for stripe in self._nvme.holding([promotion.chunk for promotion in begun]):
                 there = [promotion for promotion in begun if promotion.chunk.volume == stripe.number]
-                self._nursery.start_soon(self._read, stripe.tier, there)
+                self._reads[stripe.number].put(_in_order(there), _MOST_UNDER_WAY * len(there))
         return promotions
 
-    async def _read(self, tier: NvmeTier, promotions: list[Promotion]) -> None:
-        """Read all pieces from one volume, the first of every chunk before the second of any."""
-        queue: deque[tuple[Promotion, int]] = deque()
-        for number in range(max(len(promotion.pieces) for promotion in promotions)):
-            queue.extend((promotion, number) for promotion in promotions if number < len(promotion.pieces))
-        token = trio.lowlevel.current_trio_token()
-        async with trio.open_nursery() as nursery:
-            for _ in range(min(tier.num_threads, len(queue))):
-                nursery.start_soon(tier.in_thread, self._read_pieces, tier, queue, token)
-        if any(self._under_way.get(promotion.chunk) is promotion for promotion in promotions):
-            raise AssertionError("a promotion never ended")
+    def _were_read(self, ended: list[tuple[_PieceRead, OSError | None]]) -> None:
+        """In a thread of the volume: judge what was read, and say so to the loop."""
+        judged = [
+            (read.promotion, number, wrong)
+            for read, error in ended
+            for number, wrong in read.promotion.judge.hear(read.number, error)
+        ]
+        if judged:
+            self._token.run_sync_soon(self._pieces_ended, judged)
 
-    def _read_pieces(self, tier: NvmeTier, queue: deque[tuple[Promotion, int]], token: trio.lowlevel.TrioToken) -> None:
-        """In a thread: read and verify piece after piece; hopping back for each would cost a tenth of the speed."""
-        while True:
-            try:
-                promotion, number = queue.popleft()
-            except IndexError:
-                trio.from_thread.run_sync(int)  # what was handed to the loop before this has been carried out
-                return
-            error = self._read_piece(tier, promotion, number)
-            token.run_sync_soon(self._piece_ended, promotion, number, error)
-
-    def _read_piece(self, tier: NvmeTier, promotion: Promotion, number: int) -> KvfsError | None:
-        chunk, piece = promotion.chunk, promotion.pieces[number]
-        try:
-            if not promotion.has_failed:
-                tier.read_now(chunk, piece, promotion.buffer)
-                if number:  # the checksums are in the header, and another thread may still be reading that
-                    promotion.has_header.wait()
-                if not promotion.has_failed:
-                    verify(chunk, piece, promotion.buffer)
-        except CorruptChunk as error:
-            promotion.has_failed = True
-            return error
-        except OSError as error:
-            promotion.has_failed = True  # nobody may take a header that could not be read for a wrong one
-            log.error("chunk %s could not be read: %s", chunk.key.hex(), error)
-            return UnavailableError(f"chunk {chunk.key.hex()} could not be read: {error}")
-        finally:
-            if number == 0:
-                promotion.has_header.set()
-        return None
+    def _pieces_ended(self, judged: list[tuple[Promotion, int, KvfsError | None]]) -> None:
+        for promotion, number, error in judged:
+            self._piece_ended(promotion, number, error)
+        for promotion in {promotion for promotion, _, _ in judged}:
+            promotion.notify()
 
     def _piece_ended(self, promotion: Promotion, number: int, error: KvfsError | None) -> None:
         if error is not None and promotion.error is None:
@@ -168,7 +215,6 @@ class Promoter:
         promotion.num_left -= 1
         if promotion.num_left == 0:
             self._finish(promotion)
-        promotion.notify()
 
     def _finish(self, promotion: Promotion) -> None:
         """The last piece is there, or given up; nothing touches the extent any more."""
@@ -183,6 +229,21 @@ class Promoter:
             if isinstance(promotion.error, CorruptChunk):
                 drop_corrupt(residency, chunk, promotion.error)
         residency.release(chunk)
+
+
+def _in_order(promotions: Sequence[Promotion]) -> Iterator[_PieceRead]:
+    """All pieces, the first of every chunk before the second of any."""
+    for number in range(max(len(promotion.pieces) for promotion in promotions)):
+        for promotion in promotions:
+            if number < len(promotion.pieces):
+                yield _PieceRead(promotion, number)
+
+
+async def _stay(promotions: Sequence[Promotion]) -> None:
+    """Return when nothing is read into their memory any more, whatever is cancelled meanwhile."""
+    with trio.CancelScope(shield=True):
+        for promotion in promotions:
+            await promotion.wait_for_end()
 
 
 def drop_corrupt(residency: Residency, chunk: Chunk, error: CorruptChunk) -> None:

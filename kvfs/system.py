@@ -10,8 +10,10 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvfs import memory
+from kvfs.kernel_reads import KernelReads
 
 
 class System:
@@ -38,6 +40,15 @@ class System:
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """preadv(2); may be short."""
         return os.preadv(fd, buffers, offset)
+
+    def kernel_reads(self, fd: int, max_under_way: int) -> KernelReads[Any] | None:
+        """A queue for so many reads of a file at once; None where there is none, or where another `preadv` has to see all."""
+        if type(self).preadv is not System.preadv:
+            return None
+        try:
+            return KernelReads(fd, max_under_way)
+        except (OSError, KeyError):
+            return None
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         """pwritev(2); may be short."""

@@ -28,6 +28,7 @@ import struct
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -35,6 +36,7 @@ from kvfs.chunk import ALIGNMENT
 from kvfs.config import exact_size, format_size
 from kvfs.errors import FormatError, UsageError
 from kvfs.index import FILE_NAME as INDEX
+from kvfs.kernel_reads import KernelReads
 from kvfs.system import System
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class Volume:
         self.damage = damage
         self.is_foreign = is_foreign
         self._system = system
+        self._queues: list[KernelReads[Any]] = []
 
     @classmethod
     def open(cls, directory: Path, capacity: int, system: System) -> Volume:
@@ -178,6 +181,13 @@ class Volume:
                 buffer[done:] = bytes(len(buffer) - done)
                 return
 
+    def kernel_reads(self, max_under_way: int) -> KernelReads[Any] | None:
+        """A queue for so many reads at once, which ends with the volume; None where there is none."""
+        queue = self._system.kernel_reads(self.fd, max_under_way) if self.is_direct else None
+        if queue is not None:
+            self._queues.append(queue)
+        return queue
+
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Write `buffers` one after the other from `offset`; aligned as in `read`. Not durable before `sync`.
 
@@ -201,6 +211,8 @@ class Volume:
 
     def close(self) -> None:
         """Close it; the lock goes with the descriptor."""
+        for queue in self._queues:
+            queue.close()
         for fd in (self.client_fd, self.fd, self._lock_fd):
             os.close(fd)
 

@@ -20,7 +20,7 @@ from kvfs.tools.bench.rows import NUM_KEYS, RING_BYTES, Progress
 
 _HIDDEN_BAR = 0.8
 _HIT_BAR = 3.0
-_COMPUTE_PIECE_BYTES = 1 << 20
+_COMPUTE_PIECE_BYTES = 256 << 10
 _QUEUE_TIMES = 2.0  # a request waits so many times as long as its cold load takes
 _NUM_HITS = 200
 _HITS_A_LOOK = 20

@@ -40,6 +40,9 @@ class NoBytes:
     def read(self, buffer: memoryview, offset: int) -> None:
         """See `Device`."""
 
+    def kernel_reads(self, max_under_way: int) -> None:
+        """See `Device`."""
+
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
         """See `Device`."""
 

@@ -1,0 +1,100 @@
+"""Many direct reads under way at once, without a thread for each: the kernel's own queue, io_submit(2) and io_getevents(2).
+
+Called through ctypes, since neither Python nor the C library has them. Measured on virtio, 64 chunks of 1 MiB read in pieces
+of 128 KiB: as fast as four threads that read 1 MiB at a time, for the same processor time; four threads that read 128 KiB at
+a time reach 0.8 of that, for four times as much.
+
+On a file without O_DIRECT io_submit reads before it returns: right, and no faster than preadv(2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+from typing import Generic, Protocol, TypeVar
+
+_NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # io_setup, io_destroy, io_getevents, io_submit
+_IOCB = struct.Struct("<QIIHhIQQqQII")  # struct iocb of linux/aio_abi.h, on a little-endian machine
+_EVENT = struct.Struct("<QQqq")
+_PREAD = 0
+_NOWAIT = 8  # RWF_NOWAIT
+_ONE = ctypes.c_long(1)
+
+
+class Read(Protocol):
+    """A range of a file, as long as `buffer` and at `offset`, all as direct I/O wants them."""
+
+    buffer: memoryview
+    offset: int
+
+
+R = TypeVar("R", bound=Read)
+
+
+class KernelReads(Generic[R]):
+    """A queue of reads from one file. Buffers belong to it until their read has been collected.
+
+    Concurrency: one thread may `submit` while another waits; two must not submit at once.
+    """
+
+    def __init__(self, fd: int, max_under_way: int) -> None:
+        """Raises OSError, or KeyError for a machine whose numbers are not known."""
+        self._fd = fd
+        self._most = ctypes.c_long(max_under_way)
+        self._setup, self._destroy, self._getevents, self._submit = _NUMBERS[platform.machine()]
+        self._call = ctypes.CDLL(None, use_errno=True).syscall
+        self._under_way: dict[int, R] = {}
+        self._last = 0
+        self._block = ctypes.create_string_buffer(_IOCB.size)
+        self._blocks = ctypes.byref(ctypes.c_void_p(ctypes.addressof(self._block)))
+        self._events = ctypes.create_string_buffer(_EVENT.size * max_under_way)
+        self._context = ctypes.c_ulong(0)
+        if self._call(self._setup, self._most, ctypes.byref(self._context)) < 0:
+            raise _error()
+
+    @property
+    def num_under_way(self) -> int:
+        """Reads that were begun and have not been collected."""
+        return len(self._under_way)
+
+    def submit(self, read: R, *, may_wait: bool) -> bool:
+        """Begin to read; returns whether it has begun. Call it for no more at once than were said.
+
+        Unless it may wait, for a lock on the file or room in the device's queue, it ends with EAGAIN where it had to. One
+        at a time: of neighbours that it is given at once the kernel makes one read, and they all end with the last.
+        """
+        flags = 0 if may_wait else _NOWAIT
+        self._last = number = self._last + 1
+        address = ctypes.addressof(ctypes.c_char.from_buffer(read.buffer))
+        size = len(read.buffer)
+        _IOCB.pack_into(self._block, 0, number, 0, flags, _PREAD, 0, self._fd, address, size, read.offset, 0, 0, 0)
+        self._under_way[number] = read
+        if self._call(self._submit, self._context, _ONE, self._blocks) == 1:
+            return True
+        del self._under_way[number]
+        return False
+
+    def wait(self) -> list[tuple[R, int]]:
+        """Reads that have ended, at least one, each with its bytes, or a negative errno. Something must be under way."""
+        count = -1
+        while count < 0:
+            count = self._call(self._getevents, self._context, _ONE, self._most, self._events, None)
+            if count < 0 and ctypes.get_errno() != errno.EINTR:
+                raise _error()
+        ended = []
+        for place in range(0, _EVENT.size * count, _EVENT.size):
+            number, _, result, _ = _EVENT.unpack_from(self._events, place)
+            ended.append((self._under_way.pop(number), result))
+        return ended
+
+    def close(self) -> None:
+        """End it, when what is under way has ended."""
+        self._call(self._destroy, self._context)
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
