@@ -16,9 +16,11 @@ Never change a value here without a new `FORMAT`: files and volumes of every ear
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import struct
+from binascii import Error as NotHex
 from binascii import a2b_hex
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,7 +39,9 @@ MAX_CHUNK_BYTES = 1 << 30
 MAX_HEADER_BYTES = 4 << 20
 SUFFIX = ".safetensors"
 _PREFIX = struct.Struct("<Q")
-_CHECKSUM_HEX = 16
+_CHECKSUM_HEX, _DIGEST_HEX = 16, 32
+_GAP = "\0"  # where a fact stands that is another in each chunk
+_NOT_CALLED_FOR = "the header is not the one its facts call for"
 _MAX_TIME_NS = 1 << 63  # what the index can hold
 _MAX_DERIVED_BYTES = 64 << 20  # of geometries that a namespace remembers
 _FIELDS = (
@@ -128,8 +132,10 @@ class Geometry:
     bounds: tuple[int, ...]
     _facts: str  # the fields of __metadata__, to be filled in with %
     _metadata_bytes: int
-    _head: re.Pattern[bytes]  # the header up to the tail, with a group for each fact that differs
     _tail: bytes  # the JSON behind __metadata__, the same for every chunk, with its spaces
+    _layout: struct.Struct  # cuts a header into what is fixed, a fact, what is fixed, …, the tail
+    _fixed: tuple[bytes, ...]  # what is between and around the facts
+    _binary: struct.Struct  # of chain, parent and checksums
 
     @property
     def file_bytes(self) -> int:
@@ -186,9 +192,15 @@ def _geometry(namespace: Namespace, num_tokens: int) -> Geometry:
         raise UsageError("headers of this namespace would exceed 4 MiB")
     tail += b" " * (header_bytes - _PREFIX.size - metadata_bytes - len(tail))
     bounds = (*(places[0].begin for places in layers), offset)
+    fixed = _fixed_parts(namespace, num_tokens, header_bytes, tail)
+    widths = [
+        width
+        for part in itertools.zip_longest(map(len, fixed), _varying_widths(len(layers)), fillvalue=0)
+        for width in part
+    ]
     return Geometry(
-        namespace, num_tokens, tuple(layers), header_bytes, offset, pad, bounds, template, metadata_bytes,
-        _head_pattern(namespace, num_tokens, header_bytes), tail,
+        namespace, num_tokens, tuple(layers), header_bytes, offset, pad, bounds, template, metadata_bytes, tail,
+        struct.Struct("".join(f"{width}s" for width in widths[:-1])), fixed, struct.Struct(f">32s16s{len(layers)}Q"),
     )  # fmt: skip
 
 
@@ -216,21 +228,20 @@ def _encode_metadata(template: str, values: tuple[str, str, str, int, int, int, 
     return b'{"__metadata__":{%b,"facts_xxh3_128":"%b"}' % (facts, digest)
 
 
-def _head_pattern(namespace: Namespace, num_tokens: int, header_bytes: int) -> re.Pattern[bytes]:
-    """What every header of these chunks matches up to its tail. Groups: all facts, chain, its head, parent, position,
-    created_ns, checksums, digest of the facts.
-    """
-    varying = {
-        "chain": "(([0-9a-f]{32})[0-9a-f]{32})", "key": r"\3", "parent": "([0-9a-f]{32})", "position": "([0-9]{10})",
-        "num_tokens": f"{num_tokens:06d}", "created_ns": "([0-9]{20})",
-    }  # fmt: skip
-    texts = {name: re.escape(text) for name, text in _fixed_facts(namespace).items()} | varying
-    texts["layers_xxh3_64"] = f"([0-9a-f]{{{_CHECKSUM_HEX * namespace.num_layers}}})"
-    facts = ",".join(f'"{name}":"{text}"' for name, text in texts.items())
-    prefix = re.escape(_PREFIX.pack(header_bytes - _PREFIX.size))
-    return re.compile(
-        prefix + f'{{"__metadata__":{{({facts}),"facts_xxh3_128":"([0-9a-f]{{32}})"}}'.encode(), re.DOTALL
-    )
+def _varying_widths(num_layers: int) -> list[int]:
+    """Characters of chain, key, parent, position, created_ns, the checksums, and the digest of the facts."""
+    widths = dict(_FIELDS)
+    names = ("chain", "key", "parent", "position", "created_ns")
+    return [*(widths[name] for name in names), _CHECKSUM_HEX * num_layers, _DIGEST_HEX]
+
+
+def _fixed_parts(namespace: Namespace, num_tokens: int, header_bytes: int, tail: bytes) -> tuple[bytes, ...]:
+    """What the headers of these chunks have around those, the tail last."""
+    fixed = _fixed_facts(namespace) | {"num_tokens": f"{num_tokens:06d}"}
+    facts = ",".join(f'"{name}":"{fixed.get(name, _GAP)}"' for name in [*dict(_FIELDS), "layers_xxh3_64"])
+    metadata = f'{{"__metadata__":{{{facts},"facts_xxh3_128":"{_GAP}"}}'
+    parts = metadata.encode().split(_GAP.encode())
+    return (_PREFIX.pack(header_bytes - _PREFIX.size) + parts[0], *parts[1:-1], parts[-1] + tail)
 
 
 def build_header(geo: Geometry, facts: Facts) -> bytes:
@@ -254,29 +265,39 @@ def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> t
     """
     view = memoryview(raw)
     geo = geometry(namespace, namespace.identity.tokens_per_chunk)  # most chunks are full
-    header = bytes(view[: geo.header_bytes])
-    found = geo._head.match(header)
-    if found is None:
+    parts = _parts(geo, view)
+    if parts is None:
         geo = _claimed_geometry(namespace, view)
-        header = bytes(view[: geo.header_bytes])
-        found = geo._head.match(header)
-    if found is None or header[found.end() :] != geo._tail:
+        parts = _parts(geo, view)
+    if parts is None:
         if len(view) < geo.header_bytes:
             raise CorruptChunk(f"it ends after {len(view)} bytes, within its header of {geo.header_bytes}")
-        raise _wrong_header(namespace, view, "the header is not the one its facts call for")
-    facts, chain, _, parent, position, created_ns, checksums, digest = found.groups()
+        raise _wrong_header(namespace, view, _NOT_CALLED_FOR)
+    _, chain, _, key, _, parent, _, position, _, created_ns, _, checksums, _, digest, _ = parts
+    facts = parts[0][_FACTS_AT:] + b"".join(parts[1:12]) + b'"'
     if xxhash.xxh3_128_hexdigest(facts).encode() != digest:
-        raise CorruptChunk("the header is not the one its facts call for: they do not have their checksum")
+        raise CorruptChunk(f"{_NOT_CALLED_FOR}: they do not have their checksum")
+    text = chain + parent + checksums
+    try:
+        binary = a2b_hex(text)
+    except NotHex as error:
+        raise CorruptChunk(_NOT_CALLED_FOR) from error
+    if binary.hex().encode() != text or key != chain[: 2 * KEY_BYTES] or not (position + created_ns).isdigit():
+        raise CorruptChunk(_NOT_CALLED_FOR)
     if int(created_ns) >= _MAX_TIME_NS:
         raise CorruptChunk("a chunk header that names an impossible time")
+    numbers = geo._binary.unpack(binary)
     return geo, Facts(
-        ChainHash(a2b_hex(chain)),
-        Key(a2b_hex(parent)),
-        int(position),
-        geo.num_tokens,
-        int(created_ns),
-        struct.unpack(f">{len(geo.layers)}Q", a2b_hex(checksums)),
+        ChainHash(numbers[0]), Key(numbers[1]), int(position), geo.num_tokens, int(created_ns), numbers[2:]
     )
+
+
+def _parts(geo: Geometry, view: memoryview) -> tuple[bytes, ...] | None:
+    """A header, cut at its facts; None unless all that is around them is right."""
+    if len(view) < geo.header_bytes:
+        return None
+    parts: tuple[bytes, ...] = geo._layout.unpack_from(view)
+    return parts if parts[::2] == geo._fixed else None
 
 
 def _claimed_geometry(namespace: Namespace, view: memoryview) -> Geometry:

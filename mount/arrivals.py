@@ -5,8 +5,11 @@ Concurrency: belongs to the event loop's thread.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import trio
 
+from kvfs import messages as m
 from kvfs.promotion import Promotion
 
 _GATHER_A_CHUNK_S = 0.00001
@@ -48,3 +51,35 @@ class Watch:
         """Stop watching."""
         for promotion in self._promotions:
             promotion.watchers.discard(self._ended)
+
+
+async def tell_arrivals(
+    request: m.Load,
+    promotions: list[tuple[int, Promotion]],
+    ready: int,
+    num_layers: int,
+    send: Callable[[m.Reply], Awaitable[None]],
+) -> None:
+    """Tell the client of layers as they come, until all are there or the deadline has passed.
+
+    `promotions` stand with the index of their chunk in the request; the client knows of layers below `ready`.
+    """
+    told = {index: ready for index, _ in promotions}
+    watch = Watch([promotion for _, promotion in promotions])
+    try:
+        with trio.move_on_after(request.deadline_ms / 1000):
+            while ready < num_layers:
+                await watch.wait()
+                good = [(index, promotion.layers) for index, promotion in promotions if promotion.error is None]
+                now_ready = min((layers for _, layers in good), default=num_layers)
+                ahead = tuple([(index, layers) for index, layers in good if layers > max(told[index], now_ready)])
+                told.update(ahead)
+                failed = tuple(index for index, promotion in promotions if promotion.error is not None)
+                if ahead or now_ready > ready:
+                    ready = now_ready
+                    await send(m.Arrived(request.id, ready, failed, ahead))
+            return
+    finally:
+        watch.close()
+    late = tuple(index for index, promotion in promotions if promotion.layers < num_layers)
+    await send(m.Arrived(request.id, num_layers, late, ()))

@@ -26,11 +26,11 @@ from kvfs import messages as m
 from kvfs import namespace as namespaces
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.errors import CorruptChunk, KvfsError, ProtocolError, UnavailableError
-from kvfs.intake import Handed
-from kvfs.keys import Key, split
-from kvfs.mount.arrivals import Watch
+from kvfs.keys import split
+from kvfs.mount.arrivals import tell_arrivals
 from kvfs.mount.handover import Handover, InArena, ThroughWindow
 from kvfs.mount.listening import Ear, Listeners
+from kvfs.mount.stores import Stores
 from kvfs.prefetch import Order
 from kvfs.promotion import Promotion
 from kvfs.read_ahead import Streams
@@ -49,7 +49,6 @@ _MAX_FAILURE_CHARACTERS = 1000
 _PEER = struct.Struct("3i")
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED)  # accept(2): it may work later
 _ACCEPT_AGAIN_S = 0.1
-_TURN_S = 0.0005  # after which others go on. While threads take checksums each turn given away costs up to 0.2 ms
 _leases = itertools.count(1)
 _sessions = itertools.count(1)
 _RAM, _NVME = int(m.Tier.RAM), int(m.Tier.NVME)
@@ -153,9 +152,7 @@ class Session:
         self._number = next(_sessions)
         self._sending = trio.Lock()
         self._waiting = trio.Semaphore(_MAX_WAITING)
-        self._published = trio.Event()  # whether the latest publish, and so each before it, is visible
-        self._published.set()
-        self._arrived: list[Chunk] = []  # that the policy has not been told of as one chain
+        self._stores = Stores(store, handover)
 
     async def run(self) -> None:
         """Answer requests until the client closes the connection."""
@@ -172,7 +169,7 @@ class Session:
 
     def close(self) -> None:
         """End all leases, and the use of the namespace. What was reserved is the handover's."""
-        self._tell_arrived()
+        self._stores.tell_arrived()
         if self._ear is not None:
             self._listeners.remove(self._ear)
         if self._table is not None:
@@ -240,9 +237,9 @@ class Session:
             case m.OpenWindow():
                 await self._open_window(request)
             case m.Store():
-                await self._reserve(request)
+                await self._stores.reserve(self._attached, request, self._send)
             case m.Publish():
-                await self._publish(request)
+                await self._stores.publish(self._attached, request, self._send)
             case m.Declined():
                 self._store.declined(self._attached, split(request.keys))
                 await self._send(m.Done(request.id))
@@ -391,31 +388,7 @@ class Session:
                 (i, promotions[chunk]) for i, chunk in enumerate(found) if chunk is not None and chunk in promotions
             ]
             under_way_by_index = [(index, promotion) for index, promotion in awaited if promotion is not None]
-            await self._send_arrivals(request, under_way_by_index, ready, num_layers)
-
-    async def _send_arrivals(
-        self, request: m.Load, promotions: list[tuple[int, Promotion]], ready: int, num_layers: int
-    ) -> None:
-        """Tell the client of layers as they come, until all are there or the deadline has passed."""
-        told = {index: ready for index, _ in promotions}
-        watch = Watch([promotion for _, promotion in promotions])
-        try:
-            with trio.move_on_after(request.deadline_ms / 1000):
-                while ready < num_layers:
-                    await watch.wait()
-                    good = [(index, promotion.layers) for index, promotion in promotions if promotion.error is None]
-                    now_ready = min((layers for _, layers in good), default=num_layers)
-                    ahead = tuple([(index, layers) for index, layers in good if layers > max(told[index], now_ready)])
-                    told.update(ahead)
-                    failed = tuple(index for index, promotion in promotions if promotion.error is not None)
-                    if ahead or now_ready > ready:
-                        ready = now_ready
-                        await self._send(m.Arrived(request.id, ready, failed, ahead))
-                return
-        finally:
-            watch.close()
-        late = tuple(index for index, promotion in promotions if promotion.layers < num_layers)
-        await self._send(m.Arrived(request.id, num_layers, late, ()))
+            await tell_arrivals(request, under_way_by_index, ready, num_layers, self._send)
 
     async def _open_window(self, request: m.OpenWindow) -> None:
         _ = self._attached
@@ -423,56 +396,6 @@ class Session:
             raise ProtocolError("a trusted session stores into the arena itself")
         fd, size = await self._handover.open(request.size_bytes)
         await self._send(m.Window(request.id, size), [fd])
-
-    async def _reserve(self, request: m.Store) -> None:
-        table = self._attached
-        slots: list[m.Slot] = []
-        turn_ends = trio.current_time() + _TURN_S
-        try:
-            for new in request.chunks:
-                slots.append(self._handover.reserve(table, new))
-                if trio.current_time() > turn_ends:  # a geometry that is new can take many milliseconds
-                    await trio.lowlevel.checkpoint()
-                    turn_ends = trio.current_time() + _TURN_S
-        except KvfsError:
-            for new, slot in zip(request.chunks, slots, strict=False):
-                if slot.status is m.StoreStatus.STORED:
-                    self._handover.abort(new.chain[:16])
-            raise
-        await self._send(m.Slots(request.id, tuple(slots)))
-
-    async def _publish(self, request: m.Publish) -> None:
-        table = self._attached
-        statuses = [m.StoreStatus.UNKNOWN] * len(request.chunks)
-        num_bytes = 8 * table.namespace.num_layers
-        handed: dict[int, Handed] = {}
-        for index, finished in enumerate(request.chunks):
-            if len(finished.checksums) not in (0, num_bytes):
-                if self._handover.abort(finished.key):
-                    statuses[index] = m.StoreStatus.BAD
-                continue
-            values = struct.unpack(f">{len(finished.checksums) // 8}Q", finished.checksums)
-            taken = self._handover.take(finished.key, values)
-            if taken is not None:
-                handed[index] = taken
-        # Payloads of several messages are received side by side. A later one may hold the children of this one's chunks.
-        turn, self._published = self._published, trio.Event()
-        is_visible = self._published
-        try:
-            published = await self._handover.publish(list(handed.values()), turn)
-        finally:
-            is_visible.set()
-        for index, status in zip(handed, published, strict=True):
-            statuses[index] = status
-        await self._send(m.Published(request.id, tuple(statuses)))
-        found = [table.chunks.get(Key(finished.key)) for finished in request.chunks]
-        self._arrived += [chunk for chunk in found if chunk is not None]
-        if is_visible is self._published:  # else once for all: each time the whole chain is gone through
-            self._tell_arrived()
-
-    def _tell_arrived(self) -> None:
-        arrived, self._arrived = self._arrived, []
-        self._store.stored(arrived)
 
 
 def _check_version(version: int) -> None:

@@ -97,6 +97,26 @@ def load_parts(client: Client, chain: KeyChain) -> list[Tier]:
         return load.sources
 
 
+def load_all(client: Client, chain: KeyChain, num_helpers: int | None) -> tuple[list[Tier], dict[int, str]]:
+    """Copy all at once, and compare what is said to be right; returns whence it came, and what failed."""
+    load = client.load(chain.chains, stream=True)
+    assert load is not None
+    with load:
+        geo = geometry(client.namespace, client.namespace.identity.tokens_per_chunk)
+        target = memoryview(bytearray(load.num_chunks * geo.payload_bytes))
+
+        def place(index: int, first: int, stop: int) -> memoryview:
+            begin = index * geo.payload_bytes
+            return target[begin + geo.bounds[first] : begin + geo.bounds[stop]]
+
+        failed = load.copy_all(place, num_helpers=num_helpers)
+        for index, source in enumerate(load.sources):
+            if source is not Tier.NONE and index not in failed:
+                begin = index * geo.payload_bytes
+                assert bytes(target[begin : begin + geo.payload_bytes]) == payload_of(chain.chains[index], geo)
+        return load.sources, {index: type(error).__name__ for index, error in failed.items()}
+
+
 @pytest.mark.parametrize("access", ["isolated", "trusted"])
 @pytest.mark.parametrize("namespace", [TINY, LONG], ids=["short layers", "long layers"])
 async def test_store_and_load_whole(tmp_path: Path, namespace: Namespace, access: str) -> None:
@@ -118,6 +138,38 @@ async def test_store_and_load_whole(tmp_path: Path, namespace: Namespace, access
     async with running(tmp_path, namespace, access=access):
         with client_of(tmp_path, namespace) as client:
             assert await in_thread(load_parts, client, longer) == [Tier.NVME] * 5 + [Tier.NONE] * 2
+
+
+@pytest.mark.parametrize("num_helpers", [None, 0, 1, 3])
+async def test_copy_all_at_once(tmp_path: Path, num_helpers: int | None) -> None:
+    """Whoever helps, all that is stored is copied to its place: from NVMe, and from RAM."""
+    chain, longer = chain_of(LONG, 6), chain_of(LONG, 8)
+    async with running(tmp_path, LONG) as (store, table):
+        await store_chain(store, table, chain)
+        assert await store.flush()
+    async with running(tmp_path, LONG):
+        with client_of(tmp_path, LONG) as client:
+            for tier in (Tier.NVME, Tier.RAM):
+                found = await in_thread(load_all, client, longer, num_helpers)
+                assert found == ([tier] * 6 + [Tier.NONE] * 2, {})
+
+
+@pytest.mark.parametrize("num_helpers", [0, 1])
+@pytest.mark.expect_log("is corrupt and was dropped")
+async def test_wrong_bytes_are_found_while_all_are_copied(tmp_path: Path, num_helpers: int) -> None:
+    """They fail their chunk alone; a place that is too short is the caller's mistake, and ends it."""
+    chain = chain_of(LONG, 4)
+    async with running(tmp_path, LONG) as (store, table):
+        await store_chain(store, table, chain)
+        store.arena.view[table.chunks[chain.keys[2]].ram + geometry(LONG, 16).layer_range(1)[0]] ^= 1
+        with client_of(tmp_path, LONG) as client:
+            load = await in_thread(client.load, chain.chains)
+            assert load is not None
+            with pytest.raises(UsageError, match="do not fit"):
+                await in_thread(lambda: load.copy_all(lambda *_: memoryview(bytearray(9)), num_helpers=num_helpers))
+            await in_thread(load.close)
+            assert await in_thread(load_all, client, chain, num_helpers) == ([Tier.RAM] * 4, {2: "CorruptChunk"})
+        assert set(table.chunks) == {chain.keys[i] for i in (0, 1, 3)}
 
 
 @pytest.mark.expect_log("could not be read")
@@ -231,3 +283,19 @@ def test_copy_layers(namespace: Namespace) -> None:
                 == expected[first:stop]
             )
             assert target == payload[begin:end] + bytes(3)
+
+
+def test_layers_are_not_copied_past_the_end() -> None:
+    """Of memory that is too short, or that must not be written, nothing is."""
+    geo = geometry(TINY, 16)
+    payload = memoryview(payload_of(chain_of(TINY, 1).chains[0], geo))
+    short, target = bytearray(geo.payload_bytes - 1), bytearray(geo.payload_bytes)
+    for source, to in (
+        (payload, memoryview(short)),
+        (payload[1:], memoryview(target)),
+        (payload, memoryview(target).toreadonly()),
+    ):
+        with pytest.raises(ValueError, match="cannot be copied"):
+            copy_layers(geo, 0, TINY.num_layers, source, to)
+    assert not any(short)
+    assert not any(target)

@@ -211,17 +211,22 @@ def _check(publishing: Publishing) -> None:
 def load(client: Client, chains: Sequence[keys.ChainHash], target: memoryview, source: Tier) -> float:
     """Load chunks, verified, into `target` (used as a ring); returns seconds. All must come from the tier `source`."""
     started = time.perf_counter()
+    bounds = geometry(client.namespace, TOKENS_PER_CHUNK).bounds
     position = 0
+
+    def place(_: int, first: int, stop: int) -> memoryview:
+        nonlocal position
+        size = bounds[stop] - bounds[first]
+        begin = position if position + size <= len(target) else 0
+        position = begin + size
+        return target[begin:position]
+
     loading = client.load(chains, deadline_s=60.0, stream=True)
     if loading is None:
         raise UnavailableError("the load failed")
     with loading:
         if any(found is not source for found in loading.sources):
             raise UnavailableError(f"the chunks were not all on {source.name}: {set(loading.sources)}")
-        bounds = geometry(client.namespace, TOKENS_PER_CHUNK).bounds
-        for index, first, stop in loading.parts():
-            size = bounds[stop] - bounds[first]
-            if position + size > len(target):
-                position = 0
-            position += loading.copy(index, target[position : position + size], first, stop)
+        for error in loading.copy_all(place).values():
+            raise error
     return time.perf_counter() - started

@@ -67,6 +67,10 @@ class Ours:
     def _load(self, chains: list[keys.ChainHash], target: memoryview, tier: Tier) -> float:
         """As `rig.load`, but each chunk goes to its place, whatever comes first."""
         size, bounds = self._shape.chunk_bytes, geometry(self._shape.namespace, rig.TOKENS_PER_CHUNK).bounds
+
+        def place(index: int, first: int, stop: int) -> memoryview:
+            return target[index * size + bounds[first] : index * size + bounds[stop]]
+
         started = time.perf_counter()
         loading = self._client.load(chains, deadline_s=60.0, stream=True)
         if loading is None:
@@ -74,9 +78,8 @@ class Ours:
         with loading:
             if any(found is not tier for found in loading.sources):
                 raise KvfsError(f"kvfs: the chunks were not all on {tier.name}: {set(loading.sources)}")
-            for index, first, stop in loading.parts():
-                place = index * size
-                loading.copy(index, target[place + bounds[first] : place + bounds[stop]], first, stop)
+            for error in loading.copy_all(place).values():
+                raise error
         return time.perf_counter() - started
 
     def _check(self) -> None:
