@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,6 +29,7 @@ from kvfs.chunk import geometry
 from kvfs.connection import Connection, find_socket
 from kvfs.errors import KvfsError, UnavailableError, UsageError
 from kvfs.handing_over import Publishing, Reservation, Reserving
+from kvfs.hints import Said
 from kvfs.keys import ChainHash, key_of
 from kvfs.loading import Load
 from kvfs.messages import NewChunk, StoreStatus, Tier
@@ -280,6 +282,30 @@ class Client:
         if connection is not None and chains and not connection.has_ended():
             keys = b"".join([chain[:16] for chain in chains[: m.MAX_BATCH]])
             connection.tell(m.Declined(connection.next_id(), keys))
+
+    def hint(
+        self,
+        chains: Sequence[ChainHash],
+        *,
+        class_: int | None = None,
+        expect_s: float | None = None,
+        closed: bool | None = None,
+    ) -> None:
+        """Say what is known of a chain, without waiting; see `kvfs.hints` for what it changes: who is evicted.
+
+        `chains` are those of the whole chain, head first, or of its end, if what stands before is another's affair; of
+        more than 4,096 the first. The hint counts for those that are stored by then: give it after the publish. `class_`
+        is an opaque number from 0 to 255, `expect_s` how soon the chain's end is used again, in seconds, at most a day,
+        and `closed` that it never is; what is None stays as it was, 0 and False take it back. A failing cache hears
+        nothing. Raises UsageError for a hint that is none.
+        """
+        Said(class_, expect_s, closed).check()
+        connection = self._attached()
+        if connection is None or not chains:
+            return
+        keys = b"".join([chain[:16] for chain in chains[: m.MAX_BATCH]])
+        expect_ms = None if expect_s is None else ceil(expect_s * 1000)
+        connection.tell(m.Hint(connection.next_id(), keys, class_, expect_ms, closed))
 
     # storing
 

@@ -26,6 +26,7 @@ from kvfs import messages as m
 from kvfs import namespace as namespaces
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.errors import CorruptChunk, KvfsError, ProtocolError, UnavailableError
+from kvfs.hints import Said
 from kvfs.intake import Handed
 from kvfs.keys import Key, split
 from kvfs.mount.arrivals import Watch
@@ -246,6 +247,8 @@ class Session:
             case m.Declined():
                 self._store.declined(self._attached, split(request.keys))
                 await self._send(m.Done(request.id))
+            case m.Hint():
+                await self._hint(request)
             case m.Why():
                 _check_version(request.version)
                 await self._send(self._store.why(request.id, request.directory, split(request.keys)))
@@ -323,6 +326,13 @@ class Session:
         deadline_s = min(request.deadline_ms / 1000, _MAX_PREFETCH_S)
         chunks = [chunk for chunk in found if chunk is not None]
         self._prefetches[request.id] = self._store.prefetch(chunks, request.priority, deadline_s)
+
+    async def _hint(self, request: m.Hint) -> None:
+        said = Said(
+            request.class_, None if request.expect_ms is None else request.expect_ms / 1000, request.closed
+        )  # fmt: skip
+        await self._store.hints.give(self._attached, split(request.keys), said)
+        await self._send(m.Done(request.id))
 
     def _read_ahead(self, loaded: list[Chunk]) -> None:
         """What was loaded may go on; see `kvfs.read_ahead`. The newest of these orders count."""

@@ -17,6 +17,7 @@ from kvfs.errors import UsageError
 from kvfs.policies import Holding, LeafFirstLRU, Policy
 from kvfs.policies.base import Clock
 from kvfs.policies.cost import weigh
+from kvfs.policies.hint import Hint
 from kvfs.policies.learned import Learned
 from kvfs.policies.named import NAMES, maker
 from kvfs.policies.reuse import EDGES, NUM_SPANS, Reuse, span_of
@@ -36,6 +37,7 @@ class Item:
         self.length = length
         self.num_tokens = 256
         self.hits = self.returns = 0
+        self.hint: Hint | None = None
 
     def __repr__(self) -> str:
         return f"<{self.number}>"
@@ -484,12 +486,15 @@ def test_what_was_learned_goes_on_after_a_restart() -> None:
     [
         lambda raw: raw[: len(raw) // 2],
         lambda raw: b"",
-        lambda raw: raw.replace(b"kvfs-learned/1", b"kvfs-learned/2"),
+        lambda raw: raw.replace(b"kvfs-learned/2", b"kvfs-learned/1"),
         lambda raw: raw.replace(b'"part":0', b'"part":2'),
         lambda raw: raw.replace(b'"used":[[', b'"used":[[1.0],['),
         lambda raw: raw.replace(b'"used":[[0.0', b'"used":[[-1.0'),
-        lambda raw: raw.replace(b'"tables":{"t":4}', b'"tables":{"t":3}'),
-        lambda raw: raw.replace(b'"tables":{"t":4}', b'"tables":{"t":4000}'),
+        lambda raw: raw.replace(b'"number":1', b'"number":2'),
+        lambda raw: raw.replace(b'"number":1', b'"number":4000'),
+        lambda raw: raw.replace(b'"classes":[]', b'"classes":[3,3]'),
+        lambda raw: raw.replace(b'"classes":[]', b'"classes":[1,2,3,4,5,6,7,8]'),
+        lambda raw: raw.replace(b'"classes":[]', b'"classes":[0]'),
     ],
 )
 def test_what_cannot_have_been_learned_is_forgotten(damage: Callable[[bytes], bytes]) -> None:
