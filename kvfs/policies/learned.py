@@ -3,7 +3,7 @@
 Entries are grouped by how often they were used, and by namespace and class (what chats do says little of agents, see
 `groups`). The value of a leaf is its group's index at its age, see `reuse`; between the beginnings of two spans it is
 interpolated. Ties go to the one used longest ago, so that before anything is learned this is leaf-first LRU. What is
-expected to be used soon stays, and another of its namespace goes, see `expected`: such a node bears its group less the
+expected to be used soon stays, and another of its namespace goes, see `sparing`: such a node bears its group less the
 number of groups, which in Python is the same place in every list that is as long.
 
 Concurrency: none of this waits. A use costs what it costs to find the entry; a victim a few microseconds, since the
@@ -25,11 +25,12 @@ import msgspec
 
 from kvfs.errors import UsageError
 from kvfs.policies.base import Clock, E, mark_of
-from kvfs.policies.expected import Expectations, Ranked, StandIns
+from kvfs.policies.expected import Expectations
 from kvfs.policies.groups import Groups, TableGroups
 from kvfs.policies.hint import NOTHING
 from kvfs.policies.leaves import PART_MASK, Forest, Leaves, Node
 from kvfs.policies.reuse import EDGES, NUM_SPANS, Learnt, Reuse
+from kvfs.policies.sparing import Locks, Ranked, Search, Spared
 
 _TICK_S = 0.25  # uses within one count as simultaneous
 _REBUILD_EVERY = 100
@@ -54,8 +55,9 @@ class _Memory(msgspec.Struct, frozen=True):
 class Learned(Generic[E]):
     """See the module. `weigh` gives each entry a weight below the number of `worth`, which says what each is worth.
 
-    Invariant: a node whose group is negative is expected, and one of `_expected`; if it is a leaf it stands in `_leaves`
-    of that group.
+    Invariants: a node whose group is negative is expected, and one of `_expected`; what is spared is one of these, and its
+    place is that of the one that went for it. A leaf stands in `_leaves` of its group: a node with nothing below it but
+    what is spared, see `_locks`.
     """
 
     def __init__(
@@ -75,7 +77,8 @@ class Learned(Generic[E]):
         self._leaves: list[Leaves[E]] = [Leaves() for _ in range(2 * num_groups)]
         self._expected: Expectations[E] = Expectations()
         self._groups_expected: dict[int, None] = {}  # those below 0 that a node was in
-        self._spared: dict[Node[E], Node[E]] = {}  # who goes -> the expected one for which it goes
+        self._spared: dict[Node[E], Spared[E]] = {}  # by who goes instead
+        self._locks: Locks[E] = {}
         self._reuse = Reuse(num_groups)
         self._num_uses = 0
         self._rebuilt_at = -inf
@@ -116,8 +119,11 @@ class Learned(Generic[E]):
         if entry.hint is not None and entry.hint.until_s > self._clock():
             self._expect(node, entry.hint.until_s)
         above = node.above
-        if above is not None and above.num_below == 1 and above.entry is not None:
-            self._leaves[above.group].discard(above)
+        if above is not None and above.entry is not None:
+            if above.num_below == 1:
+                self._leaves[above.group].discard(above)
+            if above.group < 0:  # the chain goes on
+                self._expect_no_more(above)
         if not node.num_below:
             self._add_leaf(node, now)
 
@@ -131,6 +137,8 @@ class Learned(Generic[E]):
             node = parts[hash(entry) & PART_MASK].get(entry)
             if node is None:
                 continue
+            if node.group < 0:
+                self._expect_no_more(node)
             uses = entry.hits + entry.returns  # as in `_group`; a call costs as much as all the rest
             group = (node.group & blocks) + (_BY_USES[uses] if uses < len(_BY_USES) else _NUM_BY_USES - 1)
             if weigh is not None:
@@ -179,12 +187,16 @@ class Learned(Generic[E]):
         if node is None:
             return
         now = self._now()
+        if self._expected:
+            for below in [*self._locks.get(node, ())]:
+                self._unlock(below)
+            if node.group < 0:
+                self._unlock(node)
+                self._expected.pop(node)
         if not node.num_below:
             self._leaves[node.group].discard(node)
         if node.watched is not None:
             self._reuse.left(mark_of(entry), now)
-        if self._expected:
-            self._expected.pop(node)
         above = self._forest.discard(entry)
         if above is not None:
             self._add_leaf(above, now)
@@ -232,6 +244,7 @@ class Learned(Generic[E]):
         """The node stands where it stood."""
         place = self._expected.pop(node)
         assert place is not None
+        self._unlock(node)
         self._regroup(node, place.group, place.last)
 
     def _regroup(self, node: Node[E], group: int, last: float) -> None:
@@ -244,23 +257,41 @@ class Learned(Generic[E]):
             self._leaves[group].add(node)
             self._forget_lowest()  # it stands there by what it was worth
 
-    def _take_place(self, node: Node[E], group: int, last: float, now: float) -> None:
-        """A node that is expected has the place of the one that went for it."""
-        if node.group >= 0 or node.num_below or node.entry is None:  # nobody asked that long ago
+    def _take_place(self, spared: Spared[E], group: int, last: float, now: float) -> None:
+        """A node that is spared has the place of the one that went for it; what it is built on comes next."""
+        node = spared.node
+        if node.entry is None or node.num_below or spared.until_s <= self._clock():
             return
+        if node.group >= 0:
+            self._expect(node, spared.until_s)
         self._lowest = [ranked for ranked in self._lowest if ranked[-1] is not node]
         self._leaves[node.group].discard(node)
         node.group = group - self._groups.num
         node.last = last
         self._groups_expected[node.group] = None
         self._add_leaf(node, now)
+        above = node.above
+        if above is not None and node not in (locks := self._locks.setdefault(above, {})):
+            locks[node] = None
+            above.num_below -= 1
+            if not above.num_below and above.entry is not None:
+                self._add_leaf(above, now)
+
+    def _unlock(self, node: Node[E]) -> None:
+        """A node counts again as below what it is built on."""
+        above = node.above
+        if above is None or node not in (locks := self._locks.get(above, {})):
+            return
+        del locks[node]
+        if not locks:
+            del self._locks[above]
+        if not above.num_below and above.entry is not None:
+            self._leaves[above.group].discard(above)
+        above.num_below += 1
 
     def _end_expectations(self) -> None:
         for node in self._expected.over(self._clock()):
-            if node.group < 0:
-                self._expect_no_more(node)
-            else:
-                self._expected.pop(node)
+            self._expect_no_more(node)
 
     def _count_use(self, now: float) -> None:
         self._num_uses += 1
@@ -355,28 +386,24 @@ class Learned(Generic[E]):
     def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
         """See `Policy`. What is built on by something that may not go comes after all that is a leaf, or becomes one."""
         now = self._now()
-        self._end_expectations()
-        self._spared.clear()
-        stand_ins = StandIns(lambda table: self._in_order(now, self._groups.of_table(table)), may_go)
+        if self._expected or self._spared:
+            self._spared.clear()
+            self._end_expectations()
+            yield from self._victims_but_expected(now, may_go)
+            return
         seen: set[Node[E]] = set()
         num_gone: dict[Node[E], int] = {}  # of what is below a node
-        free: list[Ranked[E]] = []  # what all below has gone from, and in the end what was spared
-        spared: list[Ranked[E]] = []
-        is_last = False
+        parents: list[Ranked[E]] = []  # all below them has gone
         stuck: list[Node[E]] = []
         candidates = self._candidates(now)
         item = next(candidates, None)
-        while item is not None or free or spared:
-            if free and (item is None or free[0] < item):
-                ranked = heappop(free)
-            elif item is not None:
-                ranked = item
-                item = next(candidates, None)
+        while item is not None or parents:
+            if parents and (item is None or parents[0] < item):
+                node = heappop(parents)[-1]
             else:
-                seen.difference_update([ranked[-1] for ranked in spared])
-                free, spared, is_last = sorted(spared), [], True
-                continue
-            node = ranked[-1]
+                assert item is not None
+                node = item[-1]
+                item = next(candidates, None)
             if node in seen:
                 continue
             seen.add(node)
@@ -385,26 +412,35 @@ class Learned(Generic[E]):
             if not may_go(entry):
                 stuck.append(node)
                 continue
-            if node.group < 0 and not is_last and (other := stand_ins.of(node, free, seen)) is not None:
-                self._spared[other] = node
-                spared.append(ranked)
-                seen.add(other)
-                node, entry = other, other.entry
-                assert entry is not None
             yield entry
             above = node.above
             if above is not None and above.entry is not None:
                 num_gone[above] = num_gone.get(above, 0) + 1
                 if num_gone[above] == above.num_below:
-                    value = self._value(above.group, now - above.last)
-                    heappush(free, (value, above.last, next(self._numbers), above))
-        for node in stuck:
-            above = node.above
-            while above is not None and above not in seen:
-                seen.add(above)
-                if above.entry is not None and may_go(above.entry):
-                    yield above.entry
-                above = above.above
+                    heappush(parents, self._rank(above, now))
+        yield from _above(stuck, seen, may_go)
+
+    def _victims_but_expected(self, now: float, may_go: Callable[[E], bool]) -> Iterator[E]:
+        search = Search(
+            self._candidates(now), lambda table: self._in_order(now, self._groups.of_table(table)),
+            lambda node: self._rank(node, now), self._expected.end_of, self._locks, may_go, self._spared,
+        )  # fmt: skip
+        yield from search
+        yield from _above(search.stuck, search.gone, may_go)
+
+    def _rank(self, node: Node[E], now: float) -> Ranked[E]:
+        return self._value(node.group, now - node.last), node.last, next(self._numbers), node
+
+
+def _above(stuck: Iterable[Node[E]], seen: set[Node[E]], may_go: Callable[[E], bool]) -> Iterator[E]:
+    """What is built on by these nodes, which may not go."""
+    for node in stuck:
+        above = node.above
+        while above is not None and above not in seen:
+            seen.add(above)
+            if above.entry is not None and may_go(above.entry):
+                yield above.entry
+            above = above.above
 
 
 def _is_stale(ranked: Ranked[E]) -> bool:
