@@ -22,7 +22,7 @@ from kvfs.messages import MAX_BATCH, Heard
 from kvfs.mount.listening import Ear
 from kvfs.namespace import Namespace
 from kvfs.testing import DEADLINE_S
-from kvfs.tools.simulate.replay import namespace_of
+from kvfs.tools.simulate.stand_ins import namespace_of
 
 from .conftest import KVFS, NAMESPACE, Mount, kvfs
 

@@ -23,9 +23,11 @@ from kvfs.errors import UsageError
 from kvfs.policies.named import BLIND_TO_USES, NAMES, maker
 from kvfs.testing import wait_until
 from kvfs.tools.simulate import optimum
-from kvfs.tools.simulate.replay import Replay, Tally, ends, namespace_of
+from kvfs.tools.simulate.replay import Replay, ends
 from kvfs.tools.simulate.report import Machine, result
 from kvfs.tools.simulate.sizes import bytes_per_token, tier_bytes
+from kvfs.tools.simulate.stand_ins import namespace_of
+from kvfs.tools.simulate.tally import Tally
 from kvfs.tools.simulate.traces import Reading, Request, Trace, read
 
 BYTES_PER_TOKEN = 8
