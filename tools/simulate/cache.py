@@ -59,10 +59,10 @@ class Cache:
         self._has_ghosts = has_ghosts or self._admission is not None
         self._chunks: list[Chunk | None] = [None] * trace.num_chunks
         self._keys = [key_of(number) for number in range(trace.num_chunks)]
-        self._below: list[list[int]] = [[] for _ in range(trace.num_chunks)]
+        self._below: dict[int, list[int]] = {}
         for number, above in enumerate(trace.parents):
             if above >= 0:
-                self._below[above].append(number)
+                self._below.setdefault(above, []).append(number)
         self._num_below = array("I", bytes(4 * trace.num_chunks))  # that are stored
         catalog = Catalog()
         self._tables = [
@@ -243,13 +243,14 @@ class Cache:
 
     def demote_below(self, chunk: Chunk) -> None:
         """What is built on a chunk goes before all others: it cannot be reached any more, or will not be asked for."""
-        numbers = self._below[chunk.inode].copy()
+        below = self._below
+        numbers = below.get(chunk.inode, [])[:]
         while numbers:
             number = numbers.pop()
             orphan = chunk.table.chunks.get(self._keys[number])
             if orphan is not None:
                 self.demote(orphan)
-                numbers += self._below[number]
+                numbers += below.get(number, ())
 
     def demote(self, chunk: Chunk) -> None:
         """A chunk goes before all others."""

@@ -81,27 +81,27 @@ class Replay:
         """Store what is missing behind a prefix, from its head on."""
         cache = self.cache
         cache.trim_ghosts()
-        has_nvme = cache.nvme is not None
+        nvme, get, recalled, reserve, put = cache.nvme, cache.get, cache.recalled, cache.reserve, cache.place
         new: list[Chunk] = []  # to be written
         kept: list[Chunk] = []  # not to be written; leased, since what is new does not go for what follows it
         num_stored = 0
         above = prefix[-1] if prefix else None
         for place, number in enumerate(numbers[len(prefix) :], len(prefix)):
-            chunk = cache.get(number)
+            chunk = get(number)
             if chunk is not None:  # what it is built on went, and comes back
                 prefix.append(chunk)
                 above = chunk
                 continue
-            chunk, has_been_here = cache.recalled(number, above)
-            offset = cache.reserve(chunk.length, above)
+            chunk, has_been_here = recalled(number, above)
+            offset = reserve(chunk.length, above)
             if offset is None:
                 cache.bypass(chunk, numbers[place + 1 :])
                 break
-            cache.place(chunk, offset)
+            put(chunk, offset)
             prefix.append(chunk)
             num_stored += 1
             above = chunk
-            if has_nvme:
+            if nvme is not None:
                 if cache.is_admitted(chunk, is_used=has_been_here):
                     new.append(chunk)
                     if len(new) == _GROUP:
@@ -112,9 +112,9 @@ class Replay:
                     kept.append(chunk)
         self.tally.num_stored += num_stored
         cache.ram.policy.built_on(prefix)
-        if cache.nvme is not None:
+        if nvme is not None:
             cache.write(new, prefix)
-            cache.nvme.policy.built_on(prefix)
+            nvme.policy.built_on(prefix)
             cache.release_all(kept)
 
 
