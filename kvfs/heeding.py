@@ -2,7 +2,7 @@
 
 What the hints are is in `kvfs.hints`. They live as long as the chunk and the daemon.
 
-Concurrency: belongs to the event loop's thread. Only `set_all` waits, so that others get their turn.
+Concurrency: belongs to the event loop's thread. Only `give` and `set_all` wait, so that others get their turn.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import trio
 from kvfs.catalog import Chunk, ChunkTable
 from kvfs.hints import Said
 from kvfs.keys import Key
+from kvfs.metrics import Counters
+from kvfs.policies import Clock, Holding
 from kvfs.policies.hint import NOTHING, Hint
 from kvfs.prefixes import PrefixDirectory
-from kvfs.residency import Residency
-from kvfs.system import System
 
 MAX_EXPECTED = 4096
 """So many chunks may be expected of a namespace at a time."""
@@ -28,13 +28,24 @@ _MAX_BRANCHES = 1024  # of a directory: with more of them what they hang on is t
 _AT_ONCE = 256  # chunks, some 0.3 ms
 
 
-class Hints:
-    """All hints of a store, which stand in the chunks themselves."""
+LookBelow = Callable[[Chunk], Collection[Chunk] | None]
+"""Gives what is built on a chunk directly; None: too much to look at."""
 
-    def __init__(self, residency: Residency, system: System) -> None:
-        self._residency = residency
-        self._counters = residency.counters
-        self._now_s = system.monotonic
+
+class Hints:
+    """All hints of a store, which stand in the chunks themselves. `policies` are those of all tiers."""
+
+    def __init__(
+        self,
+        policies: Sequence[Holding[Chunk]],
+        counters: Counters,
+        now_s: Clock,
+        look_below: Callable[[], LookBelow] | None = None,
+    ) -> None:
+        self._policies = policies
+        self._counters = counters
+        self._now_s = now_s
+        self._look_below = look_below if look_below is not None else Below
         self._of_class: dict[int, Hint] = {0: NOTHING}  # shared by a million chunks
         self._expected: dict[ChunkTable, dict[Chunk, float]] = {}
         self._purged_at_s: dict[ChunkTable, float] = {}
@@ -58,21 +69,23 @@ class Hints:
                 break
             chunks.append(chunk)
         self._counters.hints += 1
-        if not chunks:
-            return 0
         found = len(chunks)
         if said.class_ is not None:
             await self._set_all(chunks, Said(said.class_))
             chunks = [chunk for chunk in chunks if not chunk.is_removed]
+        self.say(chunks, said)
+        return found
+
+    def say(self, chunks: Sequence[Chunk], said: Said) -> None:
+        """What it says of the end of a chain, whose stored chunks these are, or the last of them: all but the class."""
         if not chunks:
-            return found
+            return
         if said.is_closed:
-            self._set(own_tail(chunks, Below()), Said(is_closed=True))
+            self._set(own_tail(chunks, self._look_below()), Said(is_closed=True))
         elif said.is_closed is not None or said.expect_s:
             self._open(chunks[-1])
         if said.expect_s is not None:
             self._set(chunks[-1:], Said(expect_s=said.expect_s))
-        return found
 
     async def set_all(self, chunks: Iterable[Chunk], said: Said) -> None:
         """Somebody says this of each of these chunks, and of all that is built on them; parents come first.
@@ -115,9 +128,8 @@ class Hints:
         chunk.hint = None if hint == NOTHING else hint
 
     def _tell(self, chunks: Sequence[Chunk]) -> None:
-        self._residency.ram.policy.hinted(chunks)
-        for stripe in self._residency.nvme or ():
-            stripe.tier.policy.hinted(chunks)
+        for policy in self._policies:
+            policy.hinted(chunks)
 
     def _may_expect(self, chunk: Chunk, until_s: float) -> bool:
         """Whether a namespace may expect one more; chunks that were used, or went, are not counted."""
@@ -173,11 +185,8 @@ def is_closed(chunk: Chunk) -> bool:
     return chunk.hint is not None and chunk.hint.is_closed
 
 
-def own_tail(chain: Sequence[Chunk], below: Callable[[Chunk], Collection[Chunk] | None]) -> list[Chunk]:
-    """The end of a chain that only closed chunks are built on, beside itself; parents first.
-
-    `below` gives what is built on a chunk directly; None: too much to look at.
-    """
+def own_tail(chain: Sequence[Chunk], below: LookBelow) -> list[Chunk]:
+    """The end of a chain that only closed chunks are built on, beside itself; parents first."""
     first = len(chain)
     while first:
         chunk = chain[first - 1]
@@ -197,7 +206,7 @@ class Below:
         self._branches: dict[Key, list[Chunk]] = {}
 
     def __call__(self, chunk: Chunk) -> list[Chunk] | None:
-        """See `own_tail`."""
+        """See `LookBelow`."""
         directory = chunk.home
         if directory is None or len(directory.subdirectories) > _MAX_BRANCHES:
             return None

@@ -76,7 +76,8 @@ class Store:
         self.counters = residency.counters
         self.events = residency.events
         self.limits = Limits(residency, system)
-        self.hints = Hints(residency, system)
+        policies = [residency.ram.policy, *(stripe.tier.policy for stripe in residency.nvme or ())]
+        self.hints = Hints(policies, residency.counters, system.monotonic)
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self.settle_taken_over: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from kvfs.admission import Admission, Verdict
 from kvfs.catalog import NOWHERE, Catalog, Chunk
 from kvfs.ghosts import MAX_GHOSTS, Ghost, Ghosts
+from kvfs.heeding import Hints
 from kvfs.keys import Key
 from kvfs.policies import Clock, Policy
 from kvfs.residency import BYPASSED, GHOSTS_A_CHUNK
@@ -32,7 +33,7 @@ class Cache:
     `nvme_bytes` of 0 makes it a RAM cache, `admission` None writes everything to NVMe. Without `has_ghosts` no uses are
     remembered of what went, which is right for policies that do not look at them, and faster.
 
-    Attributes: ram, nvme; counters: of prefetches and admission; now_s: the time of the trace.
+    Attributes: ram, nvme; counters: of prefetches, admission and hints; now_s: the time of the trace; hints.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class Cache:
         self.ram = RamTier(NoBytes(ram_bytes), make_policy(self.clock))
         self.nvme = NvmeTier(NoBytes(nvme_bytes), 1, make_policy(self.clock)) if nvme_bytes else None
         self.counters = tally.counters
+        policies = [self.ram.policy] if self.nvme is None else [self.ram.policy, self.nvme.policy]
+        self.hints = Hints(policies, self.counters, self.clock, lambda: self.below)
         self._tally = tally
         self._trace = trace
         self._admission = admission if self.nvme is not None else None
@@ -92,6 +95,11 @@ class Cache:
             found.append(chunk)
         return found
 
+    def below(self, chunk: Chunk) -> list[Chunk]:
+        """What is stored and built on a chunk directly."""
+        found = map(self.get, self._below.get(chunk.inode, ()))
+        return [below for below in found if below is not None]
+
     def lease_all(self, chunks: Collection[Chunk]) -> None:
         """What is leased is not evicted."""
         for chunk in chunks:
@@ -123,6 +131,7 @@ class Cache:
             chunk = Chunk(table, self._keys[number], parent, position, trace.tokens_per_chunk, 0, number)
             chunk.is_removed = True
             self._chunks[number] = chunk
+        chunk.hint = None
         ghost = self._ghosts.pop(chunk.table.directory, chunk.key) if self._has_ghosts else None
         if ghost is None:
             chunk.hits = chunk.returns = 0
@@ -242,18 +251,14 @@ class Cache:
             self._ghosts.add(chunk.table.directory, chunk.key, Ghost(0, "evict", chunk.hits, chunk.returns))
 
     def demote_below(self, chunk: Chunk) -> None:
-        """What is built on a chunk goes before all others: it cannot be reached any more, or will not be asked for."""
+        """What is built on a chunk that went goes before all others: it cannot be reached any more."""
         below = self._below
         numbers = below.get(chunk.inode, [])[:]
         while numbers:
             number = numbers.pop()
             orphan = chunk.table.chunks.get(self._keys[number])
             if orphan is not None:
-                self.demote(orphan)
+                self.ram.policy.demote(orphan)
+                if self.nvme is not None:
+                    self.nvme.policy.demote(orphan)
                 numbers += below.get(number, ())
-
-    def demote(self, chunk: Chunk) -> None:
-        """A chunk goes before all others."""
-        self.ram.policy.demote(chunk)
-        if self.nvme is not None:
-            self.nvme.policy.demote(chunk)

@@ -20,6 +20,7 @@ from kvfs.durations import parse_duration
 from kvfs.errors import UsageError
 from kvfs.policies import named
 from kvfs.tools.cli import EXIT_INTERRUPTED
+from kvfs.tools.simulate import hints as hinting
 from kvfs.tools.simulate import table
 from kvfs.tools.simulate.cache import MakePolicy
 from kvfs.tools.simulate.comparing import OPTIMUM, Comparison, Setting
@@ -52,9 +53,9 @@ kvfs simulate sessions.jsonl.gz --ram 2% --session-gap 300s --json | jq '.[] | {
 
 Sessions without dates, begun five minutes apart on average.
 
-kvfs simulate conversation.jsonl.gz --ram 5% --policy lru,opt --closed
+kvfs simulate conversation.jsonl.gz --ram 5% --hints closed
 
-What it would be worth if the engine said when a conversation is over.
+What it would be worth if the engine said when a conversation is over. With --hints expect: that an agent waits for a tool.
 
 kvfs simulate week.jsonl.gz --ram 64GiB --policy lru,learned,opt --plot pictures/
 
@@ -121,9 +122,13 @@ def simulate(
             metavar="TIME", help="A request waits so long, its chunks are prefetched meanwhile. Not part of the TTFT."
         ),
     ] = "0s",
-    closed: Annotated[
-        bool, Flag("--closed", help="Tell the policy, after each request, what of it is never asked for again.")
-    ] = False,
+    hints: Annotated[
+        str | None,
+        Flag(
+            metavar="closed,expect",
+            help="Tell the policy, after each request, what of it is never asked for again; what is within a minute.",
+        ),
+    ] = None,
     plot: Annotated[
         str | None, Flag(metavar="DIR", help="Draw what was found there, and curves of room against hits (PNG).")
     ] = None,
@@ -138,6 +143,7 @@ def simulate(
     _check_numbers(prefill_rate, bytes_a_token, tokens_per_chunk)
     rule, budget_bytes = _admission(admission, write_budget, nvme)
     queue_time_s = _queue_time(queue_time, nvme)
+    given = hinting.parse(hints) if hints is not None else frozenset()
     per_token = bytes_a_token or (bytes_per_token(Path(model)) if model is not None else DEFAULT_BYTES_PER_TOKEN)
     bandwidths = _above_zero("--ram-bandwidth", ram_bandwidth), _above_zero("--nvme-bandwidth", nvme_bandwidth)
     machine = Machine(*bandwidths, prefill_rate, per_token)
@@ -151,7 +157,7 @@ def simulate(
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             trace = _read([Path(name) for name in traces], reading, bar)
-            setting = _setting(trace, machine, ram, nvme, rule, budget_bytes, queue_time_s, closed)
+            setting = _setting(trace, machine, ram, nvme, rule, budget_bytes, queue_time_s, given)
             comparison = Comparison(setting, makers, _watching(bar, len(trace.requests)))
             comparison.run()
             if draw is not None:
@@ -268,7 +274,7 @@ def _setting(
     rule: Rule,
     budget_bytes: int | None,
     queue_time_s: float,
-    closed: bool,
+    given: frozenset[str],
 ) -> Setting:
     namespace = namespace_of(0, trace.tokens_per_chunk, machine.bytes_per_token)
     chunk_bytes = geometry(namespace, trace.tokens_per_chunk).file_bytes
@@ -281,5 +287,5 @@ def _setting(
                 f"{format_size(MAX_TIER_BYTES)}"
             )
     return Setting(
-        trace, machine, sizes["ram"], sizes["nvme"], chunk_bytes, rule, budget_bytes, queue_time_s, closed
+        trace, machine, sizes["ram"], sizes["nvme"], chunk_bytes, rule, budget_bytes, queue_time_s, given
     )  # fmt: skip

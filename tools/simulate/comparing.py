@@ -13,7 +13,8 @@ from kvfs.errors import UsageError
 from kvfs.policies import named
 from kvfs.tools.simulate import optimum, report
 from kvfs.tools.simulate.cache import MakePolicy
-from kvfs.tools.simulate.replay import Replay, ends
+from kvfs.tools.simulate.hints import give
+from kvfs.tools.simulate.replay import Replay
 from kvfs.tools.simulate.report import Machine, Result
 from kvfs.tools.simulate.tally import Tally
 from kvfs.tools.simulate.traces import Trace
@@ -34,7 +35,7 @@ class Setting:
         ram_bytes, nvme_bytes (0: a RAM cache), chunk_bytes.
         rule, budget_bytes: of admission to NVMe, see `Admission`.
         queue_time_s: that each request waits before it runs, and its chunks are prefetched in.
-        closed: the policy is told what is never asked for again.
+        hints: what the policy is told, see `hints`.
     """
 
     trace: Trace
@@ -45,7 +46,7 @@ class Setting:
     rule: Rule = "always"
     budget_bytes: int | None = None
     queue_time_s: float = 0.0
-    closed: bool = False
+    hints: frozenset[str] = frozenset()
 
     @property
     def is_restricted(self) -> bool:
@@ -134,13 +135,7 @@ class Comparison:
         steps: Iterator[None] = map(replay.request, trace.requests)
         if setting.queue_time_s and setting.nvme_bytes:
             steps = Waiting(replay, setting.queue_time_s, setting.machine.nvme_bytes_s).play(trace.requests)
-        if not setting.closed:
-            yield from steps
-            return
-        for _, end in zip(steps, ends(trace), strict=True):
-            if end >= 0:
-                replay.close(end)
-            yield
+        yield from give(setting.hints, trace, replay, steps) if setting.hints else steps
 
     def _sum_up(self, name: str, tally: Tally, took_s: float) -> Result:
         setting = self.setting

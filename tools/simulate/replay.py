@@ -7,7 +7,6 @@ happens at the moment at which it came (for one that waits first see `waiting`),
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 from kvfs.admission import Admission
@@ -48,13 +47,6 @@ class Replay:
         if len(found) < len(numbers):
             self.store(found, numbers)
 
-    def close(self, number: int) -> None:
-        """Nobody asks for a chunk again, nor for what is built on it: they go before all others, the last one first."""
-        chunk = self.cache.get(number)
-        if chunk is not None:
-            self.cache.demote(chunk)
-            self.cache.demote_below(chunk)
-
     def load(self, found: list[Chunk]) -> list[Chunk]:
         """Load a prefix that is stored; returns what of it was on NVMe only."""
         cache = self.cache
@@ -71,6 +63,8 @@ class Replay:
             cache.release_all(found)
         for chunk in found:
             chunk.hits += 1
+            if chunk.hint is not None:
+                cache.hints.used([chunk])
         cache.ram.policy.touch(found)
         if cache.nvme is not None:
             cache.nvme.policy.touch(found)
@@ -116,17 +110,3 @@ class Replay:
             cache.write(new, prefix)
             nvme.policy.built_on(prefix)
             cache.release_all(kept)
-
-
-def ends(trace: Trace) -> array[int]:
-    """For each request the first of its chunks that nobody asks for again (nor what is behind it), or -1."""
-    asked_again = bytearray(trace.num_chunks)
-    found = array("q", [-1]) * len(trace.requests)
-    for index in range(len(trace.requests) - 1, -1, -1):
-        for chunk in reversed(trace.requests[index].chunks):
-            if asked_again[chunk]:
-                break
-            found[index] = chunk
-        for chunk in trace.requests[index].chunks:
-            asked_again[chunk] = 1
-    return found
