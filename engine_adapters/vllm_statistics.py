@@ -16,6 +16,8 @@ COUNTERS = {
     "chunks_dropped": "Chunks that were not stored because too many were waiting.",
     "not_worth_it": "Requests that found a prefix and computed it, because that was measured to be cheaper.",
     "bypasses": "Requests of a kind that kvfs does not serve.",
+    "hints": "Requests that said something of their chain in kv_transfer_params, which was passed on.",
+    "hints_invalid": "Requests whose hint could not be understood, and was ignored.",
 }
 
 

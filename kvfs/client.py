@@ -283,29 +283,20 @@ class Client:
             keys = b"".join([chain[:16] for chain in chains[: m.MAX_BATCH]])
             connection.tell(m.Declined(connection.next_id(), keys))
 
-    def hint(
-        self,
-        chains: Sequence[ChainHash],
-        *,
-        class_: int | None = None,
-        expect_s: float | None = None,
-        closed: bool | None = None,
-    ) -> None:
-        """Say what is known of a chain, without waiting; see `kvfs.hints` for what it changes: who is evicted.
+    def hint(self, chains: Sequence[ChainHash], said: Said) -> None:
+        """Say what is known of a chain, without waiting; see `kvfs.hints` for what there is to say, and what it changes.
 
         `chains` are those of the whole chain, head first, or of its end, if what stands before is another's affair; of
-        more than 4,096 the first. The hint counts for those that are stored by then: give it after the publish. `class_`
-        is an opaque number from 0 to 255, `expect_s` how soon the chain's end is used again, in seconds, at most a day,
-        and `closed` that it never is; what is None stays as it was, 0 and False take it back. A failing cache hears
-        nothing. Raises UsageError for a hint that is none.
+        more than 4,096 the first. It counts for the longest prefix of them that is stored by then: give it after the
+        publish. A failing cache hears nothing. Raises UsageError for a hint that is none.
         """
-        Said(class_, expect_s, closed).check()
+        said.check()
         connection = self._attached()
         if connection is None or not chains:
             return
         keys = b"".join([chain[:16] for chain in chains[: m.MAX_BATCH]])
-        expect_ms = None if expect_s is None else ceil(expect_s * 1000)
-        connection.tell(m.Hint(connection.next_id(), keys, class_, expect_ms, closed))
+        expect_ms = None if said.expect_s is None else ceil(said.expect_s * 1000)
+        connection.tell(m.Hint(connection.next_id(), keys, said.class_, expect_ms, said.is_closed))
 
     # storing
 

@@ -186,16 +186,23 @@ def is_closed(chunk: Chunk) -> bool:
 
 
 def own_tail(chain: Sequence[Chunk], below: LookBelow) -> list[Chunk]:
-    """The end of a chain that only closed chunks are built on, beside itself; parents first."""
-    first = len(chain)
-    while first:
-        chunk = chain[first - 1]
-        behind = chain[first] if first < len(chain) else None
-        others = below(chunk)
-        if others is None or any(other is not behind and not is_closed(other) for other in others):
+    """The end of a chain that nothing else is built on but closed chunks; parents first.
+
+    Chunks that are not full go along: they are ends of what the chain once was, on which nothing can be built.
+    """
+    found: list[Chunk] = []
+    behind: Chunk | None = None
+    for chunk in reversed(chain):
+        beside = below(chunk)
+        if beside is None:
             break
-        first -= 1
-    return list(chain[first:])
+        others = [other for other in beside if other is not behind and not is_closed(other)]
+        if any(other.num_tokens == other.table.namespace.identity.tokens_per_chunk for other in others):
+            break
+        found += others
+        found.append(chunk)
+        behind = chunk
+    return found[::-1]
 
 
 class Below:
