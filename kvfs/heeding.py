@@ -118,7 +118,7 @@ class Hints:
                 hint = hint._replace(until_s=until_s if until_s > 0 and self._may_expect(chunk, until_s) else -inf)
             if said.is_closed is not None:
                 self._counters.hints_closed += said.is_closed and not hint.is_closed
-                hint = hint._replace(is_closed=said.is_closed)
+                hint = hint._replace(is_closed=said.is_closed, until_s=-inf if said.is_closed else hint.until_s)
             self._put(chunk, hint)
         self._tell(chunks)
 

@@ -46,6 +46,7 @@ from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.mount.control import ControlFiles
 from kvfs.mount.copying_in import CopyingIn
 from kvfs.mount.errnos import Faults
+from kvfs.mount.hint_xattrs import OF_HINTS
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations, Place
 from kvfs.mount.nodes import SECTOR_BYTES, TIMEOUT_S, Fixed, Node, Role, is_directory, is_growing
@@ -370,7 +371,7 @@ class Operations(GuardedOperations):
                     parse_pin(value, 0)
                     node.pin = value
                 return
-            if is_told_only(own):
+            if is_told_only(own) or (own in OF_HINTS and isinstance(node, DraftDirectory | Fixed)):
                 return
             if isinstance(node, DraftDirectory) and own == "pin":
                 await self._tier.run(None, self._xattrs.change_pin([*self.tree.staged.below(node)], value))

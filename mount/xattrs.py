@@ -8,6 +8,8 @@ pinned there is what it holds at that time, with all directories below.
 Of a namespace's directory besides: quota ("20GiB") and max_age ("3d"), "none" without a limit, and stored_bytes; of files
 that are being copied in, which nobody lists, staging_files and staging_bytes.
 
+Of both kinds of node below a namespace also what was said of them, see `hint_xattrs`: class, expect, closed.
+
 A pin is set as a duration ("90s", "15min", "2h", "3d") or "forever", and ended by "no", by nothing, or by removing it.
 """
 
@@ -21,6 +23,7 @@ from kvfs.config import exact_size, parse_size
 from kvfs.durations import NS, exact_duration, parse_duration, rfc3339
 from kvfs.errors import UsageError
 from kvfs.mount.errnos import Refused
+from kvfs.mount.hint_xattrs import OF_HINTS, hint_value, hintable, hinted_names, is_said, meant, parse_hint
 from kvfs.mount.nodes import Fixed, Node, Role
 from kvfs.mount.staged_names import StagedFile, StagedNames
 from kvfs.pins import FOREVER
@@ -77,14 +80,15 @@ class Xattrs:
 
     def names(self, node: Node) -> list[str]:
         """What `listxattr` shows."""
-        pin = list(_OF_PINS) if self._end_of_pin(node) is not None else []
+        said = list(_OF_PINS) if self._end_of_pin(node) is not None else []
+        said += hinted_names(node, self._store.system.monotonic())
         if isinstance(node, Chunk) and not node.is_removed:
-            return [*_OF_CHUNKS, *(["volume"] if self._volume(node) is not None else []), *pin]
+            return [*_OF_CHUNKS, *(["volume"] if self._volume(node) is not None else []), *said]
         table = _namespace(node)
         if table is None:
-            return pin
+            return said
         # Without what is only told: rsync -X sets again whatever is listed.
-        return [name for name in LIMITS if _OF_NAMESPACES[name](table) != UNLIMITED] + pin
+        return [name for name in LIMITS if _OF_NAMESPACES[name](table) != UNLIMITED] + said
 
     def value_nowait(self, node: Node, name: str) -> str | None:
         """The value of an attribute, None if the node has none of this name."""
@@ -95,6 +99,8 @@ class Xattrs:
             if name == "pinned_until":
                 return rfc3339(until_ns)
             return f"{-(-(until_ns - self._store.system.time_ns()) // NS)}s"
+        if name in OF_HINTS:
+            return hint_value(node, name, self._store.system.monotonic())
         table = _namespace(node)
         if table is not None:
             if name in _OF_STAGING:
@@ -140,6 +146,11 @@ class Xattrs:
         if table is not None and name in LIMITS:
             check_limit(name, value)
             return lambda: set_limit(self._store, table, name, value)
+        if name in OF_HINTS and hintable(node) is not None:
+            if value is None and not is_said(node, name):
+                raise Refused(errno.ENODATA)
+            said = parse_hint(name, value)
+            return lambda: self._store.hints.set_all(meant(node, name), said)
         raise Refused(errno.ENOTSUP)
 
     def change_pin(self, chunks: list[Chunk], value: bytes | None) -> Callable[[], Awaitable[object]]:
