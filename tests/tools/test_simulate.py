@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 
 from kvfs.errors import UsageError
-from kvfs.policies.named import BLIND_TO_USES, NAMES, maker
+from kvfs.policies.named import BLIND_TO_USES, NAMES
 from kvfs.tools.simulate import optimum
-from kvfs.tools.simulate.replay import Replay, ends
 from kvfs.tools.simulate.report import Machine, result
 from kvfs.tools.simulate.sizes import bytes_per_token, tier_bytes
 from kvfs.tools.simulate.tally import Tally
 from kvfs.tools.simulate.traces import Reading, Trace, read
 
-from .simulated import BYTES_PER_TOKEN, CHUNK_BYTES, chats, play, trace_of
+from .simulated import chats, play, trace_of
 
 # traces
 
@@ -230,25 +229,6 @@ def test_every_policy_is_replayed_within_its_room(name: str, num_ram: int, num_n
         assert sum(tally.nvme) == tally.num_written == 0
     again = play(trace, name, num_ram, num_nvme, has_ghosts=name not in BLIND_TO_USES)
     assert (again.ram, again.nvme, again.num_stored) == (tally.ram, tally.nvme, tally.num_stored)
-
-
-def test_hints_of_what_is_over_close_most_of_the_gap() -> None:
-    """What is never asked for again goes first, and with it all that is built on it."""
-    trace = trace_of([["a", "b", "c"], ["a", "b", "x"], ["a", "q"]])
-    assert list(ends(trace)) == [2, 1, 0]
-    trace = chats(7, 800)
-    found: dict[bool, int] = {}
-    for is_told in (False, True):
-        tally = Tally()
-        replay = Replay(trace, maker("lru"), BYTES_PER_TOKEN, 60 * CHUNK_BYTES, 0, tally)
-        for request, end in zip(trace.requests, ends(trace), strict=True):
-            replay.request(request)
-            if is_told and end >= 0:
-                replay.close(end)
-        found[is_told] = sum(tally.ram)
-    best = sum(optimum.hits(trace, 60))
-    assert found[False] < found[True] <= best
-    assert found[True] - found[False] > 0.7 * (best - found[False]), (found, best)
 
 
 def test_what_a_replay_comes_to() -> None:
