@@ -42,9 +42,9 @@ _MAX_FILE_DOTS = (
     1000  # a key of 5,000 dotted parts, 10 KB, takes tomllib 97 MiB, and one of 50,000 a hundred times that
 )
 MAX_SOCKET_DIRECTORY_BYTES = 76  # sockaddr_un holds 107; the daemon adds a directory and a name, 30 together
-POLICIES = ("lru", "learned", "arc", "s3fifo", "lfu", "lfu-ttl", "cost", "fifo")
+POLICIES = ("learned", "lru", "arc", "s3fifo", "lfu", "lfu-ttl", "cost", "fifo")
 """What `kvfs.policies.named` has."""
-DEFAULT_POLICY = "lru"
+DEFAULT_POLICY = "learned"
 _CLASS = re.compile(r"^[A-Za-z_]\w{0,99}(\.[A-Za-z_]\w{0,99}){0,19}:[A-Za-z_]\w{0,99}$", re.ASCII)
 _SIZE = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*$", re.ASCII)
 

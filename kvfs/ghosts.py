@@ -17,6 +17,7 @@ import functools
 import hashlib
 import struct
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_GHOSTS = 65_536
@@ -25,8 +26,8 @@ MAX_GHOSTS = 65_536
 MAX_REFUSALS = 16_384
 """4 MB at most."""
 
-_MARK_BYTES = 8
-_FACTS = struct.Struct("<QHBBeB")  # when, hits, returns, why and cause, minutes unused, share of the room in use
+MARK_BYTES = 8
+FACTS = struct.Struct("<QHBBeB")  # when, hits, returns, why and cause, minutes unused, share of the room in use
 _MOST_HITS, _MOST_RETURNS = 0xFFFF, 0xFF
 _MOST_MINUTES, _MOST_FULL = 65_504.0, 0xFF
 _WHYS = ("evict", "rm", "corrupt", "expire", "bypass")
@@ -34,6 +35,9 @@ CAUSES = ("", "policy", "quota", "unreachable", "not_admitted", "no_room")
 """Of an eviction: whose doing it was. "unreachable": what the chunk was built on had gone before; "not_admitted": it was in
 RAM only, since admission kept it from NVMe; "no_room": nothing on NVMe was worth less than it."""
 _WHY_BITS = 4
+_WHY_MASK = (1 << _WHY_BITS) - 1
+_REASON_AT, _EXPONENT_AT = 11, 13  # in the facts; the latter is the upper half of the minutes
+_NO_NUMBER, _MINUS = 0x7C, 0x80
 _BUCKET_SIZE = 48  # on average, at most
 
 
@@ -65,14 +69,14 @@ class _Bucket:
     def find(self, mark: bytes) -> int:
         """The place of a mark, or -1."""
         position = self.marks.find(mark)
-        while position % _MARK_BYTES and position >= 0:  # the end of one and the begin of the next
+        while position % MARK_BYTES and position >= 0:  # the end of one and the begin of the next
             position = self.marks.find(mark, position + 1)
-        return position // _MARK_BYTES
+        return position // MARK_BYTES
 
     def delete(self, place: int) -> None:
         """Forget the ghost at a place."""
-        del self.marks[place * _MARK_BYTES : (place + 1) * _MARK_BYTES]
-        del self.facts[place * _FACTS.size : (place + 1) * _FACTS.size]
+        del self.marks[place * MARK_BYTES : (place + 1) * MARK_BYTES]
+        del self.facts[place * FACTS.size : (place + 1) * FACTS.size]
 
 
 class Ghosts:
@@ -80,11 +84,13 @@ class Ghosts:
 
     Attributes: limit: how many are kept. Above it the oldest of the bucket that grows makes room; while there is one
     bucket that is the oldest of all. forgotten_ns: everything that went after this is remembered, unless it came back.
+    uncertain_ns: of what went before this only the uses can be relied on: it may have come back, and gone again.
     """
 
-    def __init__(self, limit: int = MAX_GHOSTS) -> None:
+    def __init__(self, limit: int = MAX_GHOSTS, forgotten_ns: int = 0) -> None:
         self.limit = limit
-        self.forgotten_ns = 0
+        self.forgotten_ns = forgotten_ns
+        self.uncertain_ns = 0
         self._num_ghosts = 0
         self._buckets = [_Bucket()]
         self._mask = 0  # of the buckets of this round
@@ -108,10 +114,10 @@ class Ghosts:
         bucket.marks += mark
         reason = _WHYS.index(why) | CAUSES.index(cause) << _WHY_BITS
         unused_min = min(max(unused_min, 0.0), _MOST_MINUTES)
-        bucket.facts += _FACTS.pack(gone_ns, hits, returns, reason, unused_min, min(full, _MOST_FULL))
+        bucket.facts += FACTS.pack(gone_ns, hits, returns, reason, unused_min, min(full, _MOST_FULL))
         self._num_ghosts += 1
-        while self._num_ghosts > self.limit and len(bucket.marks) > _MARK_BYTES:
-            self.forgotten_ns = max(self.forgotten_ns, _FACTS.unpack_from(bucket.facts)[0])
+        while self._num_ghosts > self.limit and len(bucket.marks) > MARK_BYTES:
+            self.forgotten_ns = max(self.forgotten_ns, FACTS.unpack_from(bucket.facts)[0])
             bucket.delete(0)
             self._num_ghosts -= 1
         if self._num_ghosts > _BUCKET_SIZE * len(self._buckets):
@@ -134,23 +140,46 @@ class Ghosts:
         self._num_ghosts -= 1
         return ghost
 
+    # for the next start
+
+    @property
+    def num_buckets(self) -> int:
+        """How many buckets there are."""
+        return len(self._buckets)
+
+    def bucket(self, number: int) -> tuple[bytearray, bytearray]:
+        """The marks and facts of a bucket, the oldest first; for reading."""
+        return self._buckets[number].marks, self._buckets[number].facts
+
+    def restore(self, buckets: Sequence[tuple[bytes, bytes]]) -> None:
+        """Begin with these, of which there is at least one, in place of what there is."""
+        self._buckets = []
+        for marks, facts in buckets:
+            bucket = _Bucket()
+            bucket.marks += marks
+            bucket.facts += facts
+            self._buckets.append(bucket)
+        self._num_ghosts = sum(len(marks) for marks, _ in buckets) // MARK_BYTES
+        self._mask = (1 << (len(buckets).bit_length() - 1)) - 1
+        self._next_split = len(buckets) - self._mask - 1
+
     def _find(self, directory: str, key: bytes) -> tuple[_Bucket, bytes]:
         """The bucket that a chunk belongs to, and its mark there."""
-        number = int.from_bytes(key[:_MARK_BYTES], "little") ^ _salt(directory)
+        number = int.from_bytes(key[:MARK_BYTES], "little") ^ _salt(directory)
         place = number & self._mask
         if place < self._next_split:  # that one was split already in this round
             place = number & (2 * self._mask + 1)
-        return self._buckets[place], number.to_bytes(_MARK_BYTES, "little")
+        return self._buckets[place], number.to_bytes(MARK_BYTES, "little")
 
     def _split(self) -> None:
         """Move what belongs there from the next bucket into a new one."""
         old, left, right = self._buckets[self._next_split], _Bucket(), _Bucket()
         bit = self._mask + 1
-        for place in range(len(old.marks) // _MARK_BYTES):
-            mark = old.marks[place * _MARK_BYTES : (place + 1) * _MARK_BYTES]
+        for place in range(len(old.marks) // MARK_BYTES):
+            mark = old.marks[place * MARK_BYTES : (place + 1) * MARK_BYTES]
             side = right if int.from_bytes(mark, "little") & bit else left
             side.marks += mark
-            side.facts += old.facts[place * _FACTS.size : (place + 1) * _FACTS.size]
+            side.facts += old.facts[place * FACTS.size : (place + 1) * FACTS.size]
         self._buckets[self._next_split] = left
         self._buckets.append(right)
         self._next_split += 1
@@ -160,9 +189,19 @@ class Ghosts:
 
 
 def _ghost(bucket: _Bucket, place: int) -> Ghost:
-    gone_ns, hits, returns, reason, unused_min, full = _FACTS.unpack_from(bucket.facts, place * _FACTS.size)
+    gone_ns, hits, returns, reason, unused_min, full = FACTS.unpack_from(bucket.facts, place * FACTS.size)
     cause = CAUSES[reason >> _WHY_BITS]
-    return Ghost(gone_ns, _WHYS[reason & ((1 << _WHY_BITS) - 1)], hits, returns, cause, unused_min, full)
+    return Ghost(gone_ns, _WHYS[reason & _WHY_MASK], hits, returns, cause, unused_min, full)
+
+
+def are_facts(raw: memoryview) -> bool:
+    """Whether this can be the facts of ghosts."""
+    reasons, exponents = set(raw[_REASON_AT :: FACTS.size]), set(raw[_EXPONENT_AT :: FACTS.size])
+    return (
+        not len(raw) % FACTS.size
+        and all(reason >> _WHY_BITS < len(CAUSES) and reason & _WHY_MASK < len(_WHYS) for reason in reasons)
+        and all(exponent & _NO_NUMBER != _NO_NUMBER and not exponent & _MINUS for exponent in exponents)
+    )
 
 
 class Refusal(NamedTuple):
@@ -203,4 +242,4 @@ class Refusals:
 
 @functools.lru_cache(maxsize=4096)
 def _salt(directory: str) -> int:
-    return int.from_bytes(hashlib.blake2b(directory.encode(), digest_size=_MARK_BYTES).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(directory.encode(), digest_size=MARK_BYTES).digest(), "little")

@@ -183,7 +183,7 @@ class Limits:
         return residency.nvme is not None and any(
             chunk.is_dirty
             and residency.copied_in.may_go_for(chunk, position)
-            and not (residency.pins.is_held(chunk) or residency.is_kept_back(chunk))
+            and not (residency.pins.is_held(chunk) or chunk in residency.kept_back)
             for chunk in table.chunks.values()
         )
 
@@ -228,9 +228,9 @@ class Limits:
     def _in_order(self, table: ChunkTable) -> Iterator[Chunk]:
         """The chunks of a namespace that may go, those first that admission keeps from NVMe: nobody has used them twice."""
         residency = self._residency
-        if not residency.num_kept_back:
+        if not residency.kept_back:
             return self._in_lowest(table)
-        kept_back = residency.ram.policy.victims(lambda chunk: chunk.table is table and residency.is_kept_back(chunk))
+        kept_back = residency.ram.policy.victims(lambda chunk: chunk.table is table and chunk in residency.kept_back)
         return itertools.chain(kept_back, self._in_lowest(table))
 
     def _in_lowest(self, table: ChunkTable) -> Iterator[Chunk]:

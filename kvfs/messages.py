@@ -349,7 +349,7 @@ class Known(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class Explained(Reply, frozen=True, tag="explained"):
     """Answer to `Why`: one fact for each key, and since when what is remembered is whole.
 
-    `started_ns` is when the daemon started: what went before that is not remembered. `is_namespace` says whether the
+    `started_ns` is when the daemon started; `whole_since_ns` may lie before it. `is_namespace` says whether the
     namespace is there; `policy` is the one that evicts.
     """
 

@@ -99,7 +99,7 @@ class Promoter:
             promotion = self._under_way.get(chunk)
             if promotion is None:
                 self._residency.lease(chunk)  # making room must not evict what is to be read
-                offset = self._residency.reserve_ram(chunk.length, spared=spared)
+                offset = self._residency.room.reserve_ram(chunk.length, spared=spared)
                 if offset is None:
                     self._residency.counters.promotions_refused += is_asked_for
                     self._residency.release(chunk)

@@ -42,8 +42,10 @@ class VolumeStatistics(msgspec.Struct, frozen=True):
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """How the store stands."""
+    """How the store stands. `next_policy` is being made ready to take the place of `policy`, "" if none is."""
 
+    policy: str
+    next_policy: str
     num_chunks: int
     num_namespaces: int
     dirty_bytes: int
@@ -74,6 +76,7 @@ _OF_A_VOLUME: tuple[tuple[str, str, Callable[[VolumeStatistics], float]], ...] =
 def gauges(now: Statistics) -> list[Gauge]:
     """What Prometheus sees beside the counters."""
     found = [
+        Gauge("policy", "1 for the policy in force", 1, ("policy", now.policy)),
         Gauge("chunks", "visible chunks", now.num_chunks),
         Gauge("ghosts", "chunks that went and are remembered", now.num_ghosts),
         Gauge("pinned", "chunks that are pinned", now.num_pinned),

@@ -31,6 +31,7 @@ from kvfs.limits import Limits
 from kvfs.messages import Explained, NewChunk, StoreStatus, Tier, Warmth
 from kvfs.metrics import Counters, render
 from kvfs.namespace import Namespace
+from kvfs.policy_change import PolicyInForce
 from kvfs.prefetch import BY_CHAIN_PRIORITY, Order, Prefetcher, Reason
 from kvfs.promotion import Promoter, Promotion, drop_corrupt
 from kvfs.residency import NameObserver, Observer, Residency
@@ -55,6 +56,7 @@ class Store:
     """See the module.
 
     Attributes: settings, catalog, counters, events, arena, volumes (none for a RAM cache), limits, hints, staging.
+    policy: the one in force, which need not be that of the settings any more.
     settle_taken_over: returns when what was removed does not come back by a takeover.
     """
 
@@ -78,11 +80,11 @@ class Store:
         self.limits = Limits(residency, system)
         policies = [residency.ram.policy, *(stripe.tier.policy for stripe in residency.nvme or ())]
         self.hints = Hints(policies, residency.counters, system.monotonic)
+        self.policy = PolicyInForce(residency, settings.policy, system)
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
         self.settle_taken_over: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._used: set[Chunk] = set()
-        self._started_ns = system.time_ns()
         self._promoter: Promoter | None = None
         self._prefetcher: Prefetcher | None = None
         self._writer: WriteBehind | None = None
@@ -336,7 +338,7 @@ class Store:
         while waiting := [
             chunk
             for chunk in waiting
-            if chunk.is_dirty and not chunk.is_removed and not self._residency.is_kept_back(chunk)
+            if chunk.is_dirty and not chunk.is_removed and chunk not in self._residency.kept_back
         ]:
             if any(nvme.of(chunk).tier.is_degraded for chunk in waiting):
                 raise UnavailableError("writing to NVMe fails: what is dirty stays in RAM, and is tried again")
@@ -361,7 +363,7 @@ class Store:
 
     def why(self, id_: int, directory: str, keys: Sequence[Key]) -> Explained:
         """What is known of keys; the reply to `messages.Why`."""
-        return explain(id_, self._residency, directory, keys, self._started_ns, self.settings.policy)
+        return explain(id_, self._residency, directory, keys, self.policy)
 
     def declined(self, table: ChunkTable, keys: Sequence[Key]) -> None:
         """An engine computes what it could load of these."""
@@ -380,6 +382,8 @@ class Store:
         ram, nvme = self._residency.ram, self._residency.nvme
         counters = {name: getattr(self.counters, name) for name in Counters.__slots__}
         return Statistics(
+            policy=self.policy.name,
+            next_policy=self.policy.coming,
             num_chunks=self.catalog.num_chunks,
             num_namespaces=len(self.catalog.tables),
             dirty_bytes=self._writer.dirty_bytes if self._writer else 0,
@@ -388,8 +392,8 @@ class Store:
             num_ghosts=len(self._residency.ghosts),
             num_pinned=len(self._residency.pins),
             held_bytes=self._residency.pins.held_bytes,
-            num_kept_back=self._residency.num_kept_back,
-            kept_back_bytes=self._residency.kept_back_bytes,
+            num_kept_back=len(self._residency.kept_back),
+            kept_back_bytes=self._residency.kept_back.size_bytes,
             admitted_today_bytes=self._writer.admission.spent_on(self.system.time_ns()).num_bytes if self._writer else 0,
             num_staging=self.staging.num_files,
             staging_bytes=self.staging.size_bytes,

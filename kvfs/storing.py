@@ -85,7 +85,7 @@ class Storing:
         why = None if self._fits(geo) else "too_large"
         if why is None and not self._limits.make_room(table, geo.file_bytes, parent):
             why = "quota"
-        offset = self._residency.reserve_ram(geo.file_bytes, parent) if why is None else None
+        offset = self._residency.room.reserve_ram(geo.file_bytes, parent) if why is None else None
         if offset is None:
             if why is None and self._writer is None:
                 self._bypass(table, key, new)
@@ -105,7 +105,7 @@ class Storing:
         """
         self._counters.stores_refused += 1
         chunk = Chunk(table, key, Key(new.parent), new.position, new.num_tokens, self._system.time_ns(), 0)
-        self._residency.bypass(chunk)
+        self._residency.departures.bypass(chunk)
         self._bypassed[table, key] = None
         if len(self._bypassed) > _MAX_BYPASSED:
             del self._bypassed[next(iter(self._bypassed))]
@@ -211,7 +211,7 @@ class Storing:
             reservation.table, reservation.key, Key(new.parent), new.position, new.num_tokens, created_ns, inode
         )
         self._residency.assign(chunk)
-        why_it_went = self._residency.recall(chunk)
+        why_it_went = self._residency.departures.recall(chunk)
         self._counters.stores_returned += why_it_went == "evict"
         self._residency.ram.place(chunk, reservation.offset)
         self._counters.stores_published += 1
@@ -284,7 +284,7 @@ class Storing:
 
     async def _wait_for_room(self, length: int, position: int | None) -> int | None:
         """An extent of the arena for what is being copied in, which unlike an engine can wait for the volume."""
-        offset = self._residency.reserve_ram_for_copy(length, position)
+        offset = self._residency.room.reserve_ram_for_copy(length, position)
         writer, ram = self._writer, self._residency.ram
         if offset is not None or writer is None or length > ram.extents.capacity:
             return offset
@@ -295,7 +295,7 @@ class Storing:
             with trio.move_on_after(_ROOM_DEADLINE_S):
                 while offset is None and writer.num_dirty:
                     await writer.progress()
-                    offset = self._residency.reserve_ram_for_copy(length, position)
+                    offset = self._residency.room.reserve_ram_for_copy(length, position)
         finally:
             self._num_waiting_for_room -= 1
         return offset

@@ -101,7 +101,7 @@ class VolumeWriter:
             await trio.sleep_until(self._retry_at)
             group = _Group(self._take_group())
             try:
-                offsets = await self._residency.reserve_nvme(self.stripe, group.chunks)
+                offsets = await self._residency.room.reserve_nvme(self.stripe, group.chunks)
                 group.left = group.chunks[len(offsets) :]
                 group.pairs = [pair for pair in zip(group.chunks, offsets, strict=False) if pair[1] != NOWHERE]
                 await self._transfer(group.pairs)

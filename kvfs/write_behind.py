@@ -34,25 +34,25 @@ class WriteBehind:
         self._residency = residency
         self._progress = Progress()
         self._writers = [VolumeWriter(residency, stripe, self._progress) for stripe in nvme]
-        residency.on_held = self._judge_again
+        residency.kept_back.on_held = self._judge_again
 
     def add(self, chunk: Chunk, *, is_used: bool, is_asked_for: bool) -> None:
         """A chunk was published and is in RAM only. For the rest see `Admission.admit`."""
         if self._is_admitted(chunk, is_used=is_used, is_asked_for=is_asked_for):
             self._writers[chunk.volume].append(chunk)
         else:
-            self._residency.keep_back(chunk)
+            self._residency.kept_back.add(chunk)
 
     def used(self, chunks: Iterable[Chunk]) -> None:
         """An engine loaded these chunks."""
-        if self._residency.num_kept_back:
+        if self._residency.kept_back:
             for chunk in chunks:
-                if self._residency.is_kept_back(chunk):
+                if chunk in self._residency.kept_back:
                     self._judge_again(chunk)
 
     def _judge_again(self, chunk: Chunk) -> None:
         if self._is_admitted(chunk, is_used=True, is_asked_for=self._residency.pins.is_held(chunk)):
-            self._residency.no_longer_kept_back(chunk)
+            self._residency.kept_back.discard(chunk)
             self._writers[chunk.volume].append(chunk)
 
     def _is_admitted(self, chunk: Chunk, *, is_used: bool, is_asked_for: bool) -> bool:

@@ -1,6 +1,6 @@
 """What the files that are no chunks contain: README.txt, namespace.json, and those in `.kvfs`.
 
-README.txt, namespace.json and config.toml never change. status.json and metrics are made when they are opened. The
+README.txt and namespace.json never change. status.json, metrics and config.toml are made when they are opened. The
 events are a file that grows, and is cut at its start now and then; reading them never waits.
 """
 
@@ -44,7 +44,7 @@ Chunks hold users' prompts in another form. Treat copies accordingly.
 class ControlFiles:
     """Contents of the fixed files.
 
-    The events and constant files have a size before they are opened; the others show 0, like those of /proc.
+    The events, the settings and constant files have a size before they are opened; the others show 0, like those of /proc.
 
     Attributes:
         socket_path: what `.kvfs/session` points to.
@@ -57,16 +57,17 @@ class ControlFiles:
         self._store = store
         self._mountpoint = mountpoint
         self._started_s = store.system.monotonic()
-        self._constant = {
-            Role.README: README.encode(),
-            Role.CONFIG: config.to_toml(store.settings).encode(),
+        self._made = {
+            Role.STATUS: self._status,
+            Role.METRICS: store.metrics_text,
+            Role.CONFIG: self._config,
         }
 
     def constant(self, node: Fixed) -> bytes | None:
         """The content of a file that never changes, else None."""
         if node.role is Role.NAMESPACE_JSON and node.table is not None:
             return namespace.encode(node.table.namespace)
-        return self._constant.get(node.role)
+        return README.encode() if node.role is Role.README else None
 
     def size(self, node: Fixed) -> int:
         """What `stat` says of a fixed file or link."""
@@ -74,15 +75,21 @@ class ControlFiles:
             return self._store.events.size
         if node.role is Role.SESSION:
             return len(os.fsencode(self.socket_path))
+        if node.role is Role.CONFIG:
+            return len(self._config())
         return len(self.constant(node) or b"")
 
     def snapshot(self, node: Fixed) -> bytes:
         """The content of a file that is made when it is opened."""
-        return self._status() if node.role is Role.STATUS else self._store.metrics_text()
+        return self._made[node.role]()
 
     def read_events(self, offset: int, size: int) -> bytes:
         """A piece of the event log; empty at its end."""
         return self._store.events.read(offset, size)
+
+    def _config(self) -> bytes:
+        in_force = msgspec.structs.replace(self._store.settings, policy=self._store.policy.name)
+        return config.to_toml(in_force).encode()
 
     def _status(self) -> bytes:
         document = {

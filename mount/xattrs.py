@@ -9,6 +9,7 @@ Of a namespace's directory besides: quota ("20GiB") and max_age ("3d"), "none" w
 that are being copied in, which nobody lists, staging_files and staging_bytes.
 
 Of both kinds of node below a namespace also what was said of them, see `hint_xattrs`: class, expect, closed.
+Of the root, to be set by the mount's owner: policy, the one in force (see `kvfs set`).
 
 A pin is set as a duration ("90s", "15min", "2h", "3d") or "forever", and ended by "no", by nothing, or by removing it.
 """
@@ -27,6 +28,7 @@ from kvfs.mount.hint_xattrs import OF_HINTS, hint_value, hintable, hinted_names,
 from kvfs.mount.nodes import Fixed, Node, Role
 from kvfs.mount.staged_names import StagedFile, StagedNames
 from kvfs.pins import FOREVER
+from kvfs.policy_change import check as check_policy
 from kvfs.prefixes import PrefixDirectory
 from kvfs.store import Store
 
@@ -59,6 +61,7 @@ _OF_NAMESPACES: dict[str, Callable[[ChunkTable], str]] = {
     "stored_bytes": lambda table: str(table.stored_bytes),
 }
 LIMITS = ("quota", "max_age")
+POLICY = "policy"
 _OF_STAGING: dict[str, Callable[[set[StagedFile]], str]] = {
     "staging_files": lambda files: str(len(files)),
     "staging_bytes": lambda files: str(sum(file.staged.capacity for file in files)),
@@ -101,6 +104,8 @@ class Xattrs:
             return f"{-(-(until_ns - self._store.system.time_ns()) // NS)}s"
         if name in OF_HINTS:
             return hint_value(node, name, self._store.system.monotonic())
+        if _is_root(node):
+            return self._store.policy.name if name == POLICY else None
         table = _namespace(node)
         if table is not None:
             if name in _OF_STAGING:
@@ -151,6 +156,10 @@ class Xattrs:
                 raise Refused(errno.ENODATA)
             said = parse_hint(name, value)
             return lambda: self._store.hints.set_all(meant(node, name), said)
+        if _is_root(node) and name == POLICY and value is not None:
+            policy = _text(value)
+            check_policy(policy)
+            return lambda: self._store.policy.change(policy)
         raise Refused(errno.ENOTSUP)
 
     def change_pin(self, chunks: list[Chunk], value: bytes | None) -> Callable[[], Awaitable[object]]:
@@ -219,6 +228,10 @@ def _text(value: bytes) -> str:
 def _namespace(node: Node) -> ChunkTable | None:
     """The namespace whose directory this is."""
     return node.table if isinstance(node, Fixed) and node.role is Role.NAMESPACE else None
+
+
+def _is_root(node: Node) -> bool:
+    return isinstance(node, Fixed) and node.role is Role.ROOT
 
 
 def _pinnable(node: Node) -> Iterable[Chunk] | None:

@@ -89,6 +89,7 @@ COMMANDS = {
     "hint": ("hint", "hint", "EXAMPLES"),
     "warm": ("warm", "warm", "EXAMPLES"),
     "quota": ("quota", "quota", "EXAMPLES"),
+    "set": ("set", "set_setting", "EXAMPLES"),
     "verify": ("verify", "verify", "EXAMPLES"),
     "doctor": ("doctor.command", "doctor", "EXAMPLES"),
     "config": ("config", "show_settings", "EXAMPLES"),

@@ -103,7 +103,7 @@ def mount(
             show_default=str(_DEFAULTS["policy"]),
             help="Who goes first when a tier is full: "
             + ", ".join(config.POLICIES)
-            + ", or package.module:Class. `kvfs simulate` tells them apart.",
+            + ", or package.module:Class. `kvfs simulate` tells them apart, `kvfs set` changes it while mounted.",
         ),
     ] = None,
     admission: Annotated[

@@ -62,6 +62,9 @@ def _headline(document: dict[str, Any]) -> str:
         "in " + format_count(document.get("num_namespaces", 0), "namespace"),
         f"· process {document.get('pid', '?')}, up {format_duration(document.get('uptime_s', 0))}",
     ]
+    if policy := document.get("policy"):
+        coming = document.get("next_policy")
+        parts.append(f"· policy {policy}" + (f", soon {coming}" if coming else ""))
     dirty, leased = document.get("num_dirty", 0), document.get("num_leases", 0)
     if leased:
         parts.append(f"· {leased:,} in use")

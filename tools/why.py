@@ -21,6 +21,7 @@ from kvfs.chunk import SUFFIX
 from kvfs.connection import Connection
 from kvfs.durations import rfc3339
 from kvfs.errors import FormatError, UnavailableError, UsageError
+from kvfs.explaining import BY_EARLIER_POLICY
 from kvfs.keys import Key, KeyChain, root
 from kvfs.messages import Explained, Known, Tier
 from kvfs.namespace import Namespace
@@ -356,6 +357,7 @@ _REFUSALS = {
 _CAUSES = {
     "": "",
     "policy": "by the policy {policy}, as the least worthy",
+    BY_EARLIER_POLICY: "by the policy in force then, as the least worthy",
     "quota": "for the quota of its namespace",
     "unreachable": "because what it is built on had gone before it",
     "not_admitted": "from RAM, and admission had kept it from NVMe (see --admission and --write-budget)",
@@ -392,8 +394,9 @@ def _sentence(fact: Known, told: Explained) -> str:
     if fact.why == "corrupt":
         return f"was dropped {_ago(fact.since_ns)}, because its bytes were proven bad; the log says how."
     if fact.why == "bypass":
+        policy = "in force then" if fact.cause == BY_EARLIER_POLICY else told.policy
         return (
-            f"was refused when an engine wanted to store it, {_ago(fact.since_ns)}: the policy {told.policy} would have let it go "
+            f"was refused when an engine wanted to store it, {_ago(fact.since_ns)}: the policy {policy} would have let it go "
             f"first, or RAM was full of what is in use."
         )
     since = _ago(told.whole_since_ns)

@@ -49,6 +49,19 @@ class Holding(Generic[E]):
         heeds: frozenset[str] = getattr(self._order, "heeds", frozenset())
         return HEEDED_BY_ALL | heeds
 
+    @property
+    def order(self) -> Policy[E]:
+        """The other policy; another one with the same entries may take its place."""
+        return self._order
+
+    @order.setter
+    def order(self, order: Policy[E]) -> None:
+        self._order = order
+
+    def is_set_aside(self, entry: E) -> bool:
+        """Whether an entry is held, unreachable or closed, and so not in the order."""
+        return entry in self._held or entry in self._unreachable or entry in self._closed
+
     def hold(self, entry: E) -> None:
         """An entry must not go from now on; one that is not in the tier is no error."""
         before = len(self._order)

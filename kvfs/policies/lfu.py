@@ -43,6 +43,10 @@ class LFU(Generic[E]):
         """See `Policy`."""
         self._put(entry, self._clock())
 
+    def recovered(self, entry: E, age_s: float) -> None:
+        """See `Rememberer`."""
+        self._put(entry, self._clock() - max(0.0, age_s))
+
     def touch(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""
         now = self._clock()

@@ -12,8 +12,8 @@ from kvfs.policies.base import Clock, Policy
 from kvfs.policies.checked import Checked
 
 NAMES: dict[str, tuple[Callable[[Clock], Policy[Any]], str]] = {
+    "learned": (learned.Learned, "learns when what is used again, leaf first; the default"),
     "lru": (lambda _: lru.LeafFirstLRU(), "least recently used, leaf first"),
-    "learned": (learned.Learned, "learns when what is used again, leaf first"),
     "arc": (lambda _: arc.ARC(), "used once and used often, with a border that adapts"),
     "s3fifo": (lambda _: s3fifo.S3FIFO(), "three queues; good where the cache is tiny"),
     "lfu": (lfu.LFU, "least frequently used; bad for agents"),

@@ -66,6 +66,15 @@ for words in json.loads(sys.argv[1]):
         said[" ".join(map(str, words))] = errno.errorcode[error.errno]
 print(json.dumps(said))
 """
+SET = """
+import json, sys
+from kvfs.tools import set
+try:
+    set.set_setting("policy=lru", sys.argv[1])
+    print(json.dumps({"said": "done"}))
+except Exception as error:
+    print(json.dumps({"said": str(error)}))
+"""
 WRITE = (
     ENGINE
     + """
@@ -246,6 +255,12 @@ def test_members_of_the_group_remove_nothing(shared: Daemon, ask: Ask, engines: 
     assert set(answers.values()) <= {"EACCES", "EPERM"}, answers
     assert engine.file("abc").exists()
     assert stat.S_IMODE(engine.file("abc").stat().st_mode) == 0o640
+
+
+def test_members_of_the_group_change_no_setting(shared: Daemon, ask: Ask) -> None:
+    said = ask(MEMBER, GROUP, SET, shared.path)["said"]
+    assert said == f"you may not change settings of {shared.path}: ask root, or whoever mounted it"
+    assert os.getxattr(shared.path, "user.kvfs.policy") == b"learned"
 
 
 def test_strangers_see_nothing_of_a_shared_mount(shared: Daemon, ask: Ask, engines: Callable[[Path], Engine]) -> None:

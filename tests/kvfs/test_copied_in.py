@@ -86,10 +86,12 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("place", PLACES)
 async def test_the_beginning_stays(tmp_path: Path, place: str, order: list[int]) -> None:
     """No hole, and the first is there. What was there before makes way."""
-    async with open_table(tmp_path, NS, **PLACES[place]) as (store, table):
+    clock = Clock()
+    async with open_table(tmp_path, NS, clock, **PLACES[place]) as (store, table):
         old = chain_of(NS, 10, seed=1)
         await store_chain(store, table, old)
         assert await store.flush()
+        clock.now_s += 1
         if place == "quota":
             await store.limits.set_quota(table, 10 * LENGTH)
         chain = chain_of(NS, 24)
@@ -172,7 +174,8 @@ async def test_what_is_copied_in_is_written_though_nobody_has_used_it(tmp_path: 
 @pytest.mark.parametrize("place", PLACES)
 async def test_what_is_used_while_a_copy_is_under_way_stays(tmp_path: Path, place: str) -> None:
     """A copy that finds no room takes none from what engines have loaded since it began; nor what is pinned of it."""
-    async with open_table(tmp_path, NS, **PLACES[place]) as (store, table):
+    clock = Clock()
+    async with open_table(tmp_path, NS, clock, **PLACES[place]) as (store, table):
         if place == "quota":
             await store.limits.set_quota(table, 15 * LENGTH)
         hot, chain = chain_of(NS, 3, seed=1), chain_of(NS, 24)
@@ -183,6 +186,7 @@ async def test_what_is_used_while_a_copy_is_under_way_stays(tmp_path: Path, plac
         pinned = table.chunks[chain.keys[23]]
         await store.limits.pin([pinned], FOREVER)
         for position in range(20):
+            clock.now_s += 1
             store.touch([table.chunks[key] for key in hot.keys], [Tier.RAM] * 3)
             await copy_in(store, table, chain, position)
             assert await store.flush()

@@ -442,7 +442,7 @@ def test_a_users_class_is_imported_and_given_the_clock() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("lruu", "must be one of lru, "),
+        ("lruu", "must be one of learned, lru, "),
         ("no.such.module:Policy", "cannot be imported"),
         ("kvfs.policies.lru:Nothing", "cannot be imported"),
         ("collections:OrderedDict", "has no insert and no touch"),

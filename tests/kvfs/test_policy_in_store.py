@@ -134,7 +134,7 @@ async def test_leased_bytes_stay_whatever_a_policy_says(
 
 async def test_uses_survive_an_eviction(tmp_path: Path) -> None:
     """Loads are remembered, and that it came back; what a person removed was not asked for again."""
-    async with open_table(tmp_path, MIB, nvme=None) as (store, table):
+    async with open_table(tmp_path, MIB, policy="lru", nvme=None) as (store, table):
         chain = chain_of(MIB, 1, 0)
         for _ in range(3):
             await store_prompt(store, table, chain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,31 @@ def test_what_was_never_stored_says_since_when_that_is_known(mounted: Mount) -> 
     assert answer["whole_since_ns"] == answer["started_ns"] > 0
     assert "was not stored since" in said
     assert "when the daemon started" in said
+
+
+def test_what_went_before_the_daemon_started(mount: Mount) -> None:
+    """It is said as before, and what was never stored is known from as far back, if the end before was in order."""
+    mount.start()
+    [removed] = store(mount.path, list(range(16)))
+    (mount.path / NAME / "chunks" / f"{removed}.safetensors").unlink()
+    started = ask(mount, NAME, removed)[0]["started_ns"]
+    assert kvfs("umount", mount.path).returncode == 0
+    mount.start()
+    store(mount.path, list(range(100, 116)))
+    answer, said = ask(mount, NAME, removed)
+    assert fact(answer)["state"] == "removed"
+    assert f"{removed} was removed by a person" in said
+    assert answer["whole_since_ns"] == started < answer["started_ns"]
+    answer, said = ask(mount, NAME, "ab" * 16)
+    assert fact(answer)["state"] == "unknown"
+    assert "as far back as is remembered" in said
+    os.kill(mount.pid(), signal.SIGKILL)
+    mount.start()
+    answer, said = ask(mount, NAME, removed)
+    assert fact(answer)["state"] == "unknown"
+    assert answer["whole_since_ns"] == answer["started_ns"] > started
+    assert "when the daemon started; what went before that is not remembered" in said
+    kvfs("umount", mount.path)
 
 
 def test_what_a_person_removed(mounted: Mount) -> None:

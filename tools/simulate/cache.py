@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvfs.admission import Admission, Verdict
 from kvfs.catalog import NOWHERE, Catalog, Chunk
+from kvfs.departures import BYPASSED, GHOSTS_A_CHUNK
 from kvfs.ghosts import MAX_GHOSTS, Ghost, Ghosts
 from kvfs.heeding import Hints
 from kvfs.keys import Key
 from kvfs.policies import Clock, Policy
-from kvfs.residency import BYPASSED, GHOSTS_A_CHUNK
 from kvfs.tiers.nvme import NvmeTier
 from kvfs.tiers.ram import RamTier
 from kvfs.tools.simulate.stand_ins import NoBytes, key_of, namespace_of
