@@ -178,3 +178,19 @@ def test_a_hint_of_a_request(value: object, said: Said) -> None:
 def test_what_is_no_hint_is_told_in_one_sentence(value: object) -> None:
     with pytest.raises(UsageError, match=r"^[a-z].{10,150}$"):
         parse(value)
+
+
+async def test_hints_outlive_a_change_of_policy(tmp_path: Path) -> None:
+    """What is closed stays set aside; what is expected counts from then on."""
+    async with open_table(tmp_path, MIB, ram=8 << 20, policy="lru") as (store, table):
+        expected, other, over = (chain_of(MIB, 2, seed) for seed in range(3))
+        for chain in (expected, other, over):
+            await store_chain(store, table, chain)
+        await store.hints.give(table, over.keys, CLOSED)
+        await store.hints.give(table, expected.keys, Said(expect_s=600.0))
+        order = store._residency.ram.policy
+        assert [chunk.key for chunk in order.victims(lambda _: True)][:3] == [*over.keys[::-1], expected.keys[0]]
+        await store.policy.change("learned")
+        assert order.heeds == {"closed", "expect", "class"}
+        found = [chunk.key for chunk in order.victims(lambda _: True)]
+        assert found == [*over.keys[::-1], *other.keys[::-1], *expected.keys[::-1]]
