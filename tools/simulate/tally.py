@@ -15,7 +15,7 @@ class Tally:
     Attributes:
         ram, nvme: of what a request found, how much was in RAM when it ran, and how much on NVMe only.
         num_written: to NVMe; num_promoted: from there into RAM, for a request that ran.
-        counters: those of the store, of prefetches and of what was not admitted.
+        counters: those of the store, of prefetches, hints and what was not admitted.
     """
 
     ram: array[int] = field(default_factory=lambda: array("I"))

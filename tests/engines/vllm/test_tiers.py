@@ -106,6 +106,6 @@ def test_what_a_request_says_of_its_chain_reaches_the_daemon(
     assert counted("hints_expect_met") == 1
     assert engine.run(asked, said={"class": 1000})[0]["tokens"] == expected
     assert counted("hints") == hints + 2
-    assert counted("hints_closed_used") == 4, "it was used once more"
+    wait_until(lambda: counted("hints_closed_used") == 4, "it was used once more")
     assert engine.counts()["vllm:kvfs_hints"] == 2
     assert engine.counts()["vllm:kvfs_hints_invalid"] == 1
