@@ -222,7 +222,7 @@ EMPTY = [
     ["verify", ""], ["verify", "/m", ""], ["export", "/m", "", "/x"], ["export", "/m", "x", ""], ["import", "/m", ""],
     ["hint", "", "--closed"], ["hint", "/m/x", "--expect="],
     ["mount", ""], ["umount", ""], ["status", ""], ["sync", ""], ["config", ""], ["format", "", "1GiB"], ["fsck", ""],
-    ["destroy", "", "--yes"], ["bench", "--dir", ""], ["simulate", "", "--ram", "5%"], ["doctor", ""],
+    ["set", "policy=lru", ""], ["set", "", "/m"], ["destroy", "", "--yes"], ["bench", "--dir", ""], ["simulate", "", "--ram", "5%"], ["doctor", ""],
     ["why", "/m", "", "x"], ["record", "/m", ""], ["warm", ""], ["warm", "/m", ""],
 ]  # fmt: skip
 
