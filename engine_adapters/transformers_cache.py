@@ -38,6 +38,7 @@ from kvfs.engine_adapters.transformers_calls import add_tokenizer, pop_prompt, w
 from kvfs.engine_adapters.transformers_model import describe, uses_adapters
 from kvfs.engine_adapters.transformers_request import Parts, Request
 from kvfs.errors import UnavailableError
+from kvfs.hints import Said
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,9 @@ class PrefixCache:
         *,
         cache_salt: str | None = None,
         extra_keys: Sequence[str] = (),
+        class_: int | None = None,
+        expect_s: float | None = None,
+        closed: bool | None = None,
         **arguments: Any,
     ) -> Any:
         """`model.generate(input_ids, …)` with the prompt's stored prefix loaded; takes and returns the same.
@@ -122,9 +126,16 @@ class PrefixCache:
         Requests with another `cache_salt` do not share KV with this one. `extra_keys` name whatever else the KV
         depends on, such as the active adapters of a model that has several.
 
-        Raises UsageError for a call that brings a cache of its own, and whatever `model.generate` raises.
+        What is known of the conversation after this call helps to keep the right KV, see `kvfs.hints`: `closed`, it is
+        over; `expect_s`, it goes on within so many seconds, as when a tool runs; `class_`, what kind it is, 0 to 255.
+
+        Raises UsageError for a call that brings a cache of its own, or a hint that is none, and whatever
+        `model.generate` raises.
         """
         parts = self._parts
+        said = Said(class_, expect_s, closed) if (class_, expect_s, closed) != Said() else None
+        if said is not None:
+            said.check()
         prompt = pop_prompt(input_ids, arguments)
         add_tokenizer(parts.model, self._tokenizer, arguments)
         parts.counters.add(requests=1)
@@ -140,7 +151,7 @@ class PrefixCache:
             tokens_per_chunk=tokens_per_chunk,
             tokens_per_block=min(TOKENS_PER_BLOCK, tokens_per_chunk),
         )
-        return Request(parts, prompt, spans, arguments).run()
+        return Request(parts, prompt, spans, arguments, said).run()
 
     def statistics(self) -> AdapterStatistics:
         """What was done so far."""

@@ -29,6 +29,8 @@ from kvfs.engine_adapters.storing import BackgroundStore, store_spans
 from kvfs.engine_adapters.transformers_calls import CACHE_ARGUMENT, PromptOnceStreamer, new_tokens
 from kvfs.engine_adapters.transformers_layers import ShapeMismatch, SlabCache
 from kvfs.errors import KvfsError
+from kvfs.hints import Said
+from kvfs.keys import ChainHash
 from kvfs.messages import Tier
 from kvfs.namespace import Namespace
 
@@ -64,10 +66,15 @@ class Request:
     Attributes:
         spans: the prompt's chunks, later also those of what was generated.
         num_stored: full chunks, from the first on, that the cache has.
+
+    `said` is what is known of the chain when this is over, None: nothing.
     """
 
-    def __init__(self, parts: Parts, prompt: torch.Tensor, spans: TokenSpans, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, parts: Parts, prompt: torch.Tensor, spans: TokenSpans, arguments: dict[str, Any], said: Said | None
+    ) -> None:
         self.spans = spans
+        self._said = said
         self.num_stored = 0
         self._parts = parts
         self._prompt = prompt
@@ -190,22 +197,26 @@ class Request:
         new = [self.spans.full(position) for position in range(self.num_stored, self.spans.num_full)]
         if self._short is not None and not (load and self._short in load.spans):
             new.append(self._short)
-        if not new:
+        chains = [self.spans.full(position).chain for position in range(self.spans.num_full)] if self._said else []
+        if not new and not chains:
             return
-        parts, slab = self._parts, cache.slab
+        parts, slab, said = self._parts, cache.slab, self._said
         # A cache that the caller gets back may be changed by the caller: it is copied before.
         if parts.background is None or not isinstance(output, torch.Tensor):
-            _store_now(parts, slab, new)
-        elif not parts.background.submit(lambda: _store_now(parts, slab, new)):
+            _store_now(parts, slab, new, chains, said)
+        elif not parts.background.submit(lambda: _store_now(parts, slab, new, chains, said)):
             parts.counters.add(stores_dropped=1)
 
 
-def _store_now(parts: Parts, slab: KvSlab, spans: list[Span]) -> None:
+def _store_now(parts: Parts, slab: KvSlab, spans: list[Span], chains: list[ChainHash], said: Said | None) -> None:
+    """Store spans, then say what is known of a chain."""
     try:
         parts.counters.add_stored(store_spans(parts.client, parts.namespace, slab, spans))
     except KvfsError as error:
         parts.counters.add(chunks_refused=len(spans))
         parts.counters.log_once(f"a prefix was not stored: {error}")
+    if said is not None:
+        parts.client.hint(chains, said)
 
 
 def _usable(sources: Sequence[Tier], num_full: int) -> list[int]:

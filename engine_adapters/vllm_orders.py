@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvfs.hints import Said
+from kvfs.keys import ChainHash
 from kvfs.messages import NewChunk, Tier
 
 
@@ -33,6 +35,14 @@ class Transfer:
     chunks: tuple[PlacedChunk, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ChainHint:
+    """What is known of the chain of a request that is over."""
+
+    chains: tuple[ChainHash, ...]
+    said: Said
+
+
 @dataclass(slots=True)
 class StepOrders:
     """One step.
@@ -44,6 +54,7 @@ class StepOrders:
         stores: what is whole when this step has run.
         preempted: requests whose blocks are about to belong to others.
         held: finished requests whose blocks are held until their stores have been copied.
+        hints: to be given when the stores of these and earlier orders are published.
         is_timed: the step's time says something about the speed of a prefill.
         is_idle: the step computes nothing: vLLM makes it to hear what has ended.
     """
@@ -54,6 +65,7 @@ class StepOrders:
     stores: list[Transfer] = field(default_factory=list)
     preempted: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
+    hints: list[ChainHint] = field(default_factory=list)
     is_timed: bool = False
     is_idle: bool = False
 

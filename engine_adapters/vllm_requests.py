@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from kvfs.hints import Said, parse
 from kvfs.keys import TOKEN_BYTES, ChainHash, extend, key_of, root, token_bytes
 from kvfs.messages import NewChunk
 
@@ -33,6 +34,16 @@ def root_extras(request: Any, lora_digest: str) -> list[str]:
     if request.cache_salt:
         extras.append(f"salt:{request.cache_salt}")
     return extras
+
+
+def hint_of(request: Any) -> Said | None:
+    """What a request says of its chain, once it is over: "kvfs" in its `kv_transfer_params`, see `kvfs.hints.parse`.
+
+    Raises UsageError.
+    """
+    parameters = getattr(request, "kv_transfer_params", None)
+    given = parameters.get("kvfs") if isinstance(parameters, dict) else None
+    return None if given is None else parse(given)
 
 
 class RequestChunks:

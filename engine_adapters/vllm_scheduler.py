@@ -6,7 +6,8 @@ scheduler. Requests are vLLM's own objects, of which only facts are read.
 A prefix is matched when its request arrives, and the chunks found are leased until their load has ended; those on NVMe are
 prefetched while the request waits for its turn. When that comes the break-even decides how far to load; asking again is
 free of effects. A prefix counts as far as every rank has it. What is stored follows from how far vLLM has computed, step by
-step, so chunked prefills, preemptions and loads that failed need no cases of their own.
+step, so chunked prefills, preemptions and loads that failed need no cases of their own. What a request says of its chain
+(a hint) is passed on when it is over: by the workers behind its stores, or from here where it has none.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from kvfs.chunk import geometry
 from kvfs.client import Client, Lease, Prefetching
 from kvfs.engine_adapters.break_even import BreakEven
 from kvfs.engine_adapters.keeping import warn_together
-from kvfs.engine_adapters.vllm_orders import PlacedChunk, StepOrders, StepReport, Transfer
-from kvfs.engine_adapters.vllm_requests import RequestChunks, root_extras, why_bypass
+from kvfs.engine_adapters.vllm_orders import ChainHint, PlacedChunk, StepOrders, StepReport, Transfer
+from kvfs.engine_adapters.vllm_requests import RequestChunks, hint_of, root_extras, why_bypass
 from kvfs.engine_adapters.vllm_session import PatientSession
 from kvfs.engine_adapters.vllm_settings import VllmSettings
+from kvfs.errors import UsageError
+from kvfs.hints import Said
 from kvfs.messages import MAX_BATCH, Tier
 from kvfs.namespace import Namespace
 
@@ -58,6 +61,7 @@ class TrackedRequest:
         loading: what is being loaded.
         num_handled: chunks, from the first on, that are stored or ordered to be.
         has_stores: stores were ordered from its present blocks.
+        said: what is known of its chain when it is over, None: nothing.
     """
 
     def __init__(self, request: Any, chunks: RequestChunks) -> None:
@@ -76,6 +80,7 @@ class TrackedRequest:
         self.loading: Transfer | None = None
         self.num_handled = 0
         self.has_stores = False
+        self.said: Said | None = None
 
 
 class SchedulerSide:
@@ -118,6 +123,8 @@ class SchedulerSide:
         self._ordered: list[tuple[Transfer, bool]] = []  # and whether it is part of the step
         self._last_stores: list[Transfer] = []
         self._held: set[str] = set()
+        self._hints: list[ChainHint] = []
+        self._has_complained = False
         self._generation: list[str] = []
         self._clock = StepClock(settings.floor_tokens)
         self._counts: Counter[str] = Counter()
@@ -145,10 +152,21 @@ class SchedulerSide:
         extras = self._generation + root_extras(request, self._adapter_digest(request))
         chunks = RequestChunks(self._fingerprint, extras, self._tokens_per_chunk, request.mm_features)
         tracked = self._requests[request.request_id] = TrackedRequest(request, chunks)
+        tracked.said = self._hint_of(request)
         self._match(tracked)
         if self._may_prefetch and tracked.leases and Tier.NVME in tracked.tiers and self.break_even.pays(Tier.NVME):
             cold = [chain for chain, tier in zip(chunks.chains, tracked.tiers, strict=False) if tier == Tier.NVME]
             tracked.prefetches = [session.prefetch(cold) for session in self._sessions]
+
+    def _hint_of(self, request: Any) -> Said | None:
+        try:
+            return hint_of(request)
+        except UsageError as error:
+            self._counts["hints_invalid"] += 1
+            if not self._has_complained:
+                log.warning("a hint in kv_transfer_params is ignored, and others like it are only counted: %s", error)
+            self._has_complained = True
+            return None
 
     def loadable_tokens(self, request: Any, num_computed: int) -> int:
         """Tokens behind the first `num_computed`, whole blocks of which vLLM has, that come from the cache."""
@@ -283,12 +301,14 @@ class SchedulerSide:
         self._bytes_in_step = 0
         held, self._held = self._held, set()
         last_stores, self._last_stores = self._last_stores, []
+        hints, self._hints = self._hints, []
         orders = StepOrders(
             loads=[transfer for transfer, is_in_step in ordered if not is_in_step],
             loads_in_step=[transfer for transfer, is_in_step in ordered if is_in_step],
             stores=last_stores,
             preempted=frozenset(step.preempted_req_ids or ()),
             held=frozenset(held),
+            hints=hints,
             is_idle=not step.total_num_scheduled_tokens,
         )
         for request_id in orders.preempted:
@@ -356,15 +376,24 @@ class SchedulerSide:
         is_loading = tracked.loading is not None
         self._load_ended(tracked)
         # vLLM itself keeps the blocks of a request that is being loaded, and wants to hear of one end only.
-        if is_loading:
-            return False
-        if tracked.may_load:
+        if not is_loading and tracked.may_load:
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self._last_stores += self._stores(tracked, computed, lambda _: block_ids)
-        if not tracked.has_stores:
+        if tracked.said is not None:
+            self._pass_on(tracked, tracked.said)
+        if is_loading or not tracked.has_stores:
             return False
         self._held.add(request.request_id)
         return True
+
+    def _pass_on(self, tracked: TrackedRequest, said: Said) -> None:
+        tracked.chunks.take(tracked.request.all_token_ids)
+        self._counts["hints"] += 1
+        if tracked.has_stores:
+            self._hints.append(ChainHint(tuple(tracked.chunks.chains), said))
+            return
+        for session in self._sessions:
+            session.hint(tracked.chunks.chains, said)
 
     def forget_all(self) -> None:
         """From now on nothing that was stored so far is found: the weights may be others."""

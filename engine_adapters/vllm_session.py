@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from kvfs.client import Client, Lease, Prefetching
 from kvfs.engine_adapters.keeping import RETRY_S, Keeping
+from kvfs.hints import Said
 from kvfs.keys import ChainHash
 
 
@@ -51,6 +52,11 @@ class PatientSession:
         """What could be loaded of these is computed."""
         if self._keeping.is_up:
             self.client.declined(chains)
+
+    def hint(self, chains: Sequence[ChainHash], said: Said) -> None:
+        """What is known of a chain."""
+        if self._keeping.is_up:
+            self.client.hint(chains, said)
 
     def release(self, lease: Lease) -> None:
         """End a lease soon."""

@@ -17,6 +17,8 @@ COUNTERS = {
     "not_worth_it": "Requests that found a prefix and computed it, because that was measured to be cheaper.",
     "direct_failures": "1 once a worker gave up reading chunks from NVMe past RAM.",
     "bypasses": "Requests of a kind that kvfs does not serve.",
+    "hints": "Requests that said something of their chain in kv_transfer_params, which was passed on.",
+    "hints_invalid": "Requests whose hint could not be understood, and was ignored.",
 }
 
 

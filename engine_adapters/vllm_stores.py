@@ -20,7 +20,7 @@ from kvfs.chunk import align, geometry
 from kvfs.client import Client, Publishing, Reservation
 from kvfs.engine_adapters.spare_cores import move_to, spare_cores
 from kvfs.engine_adapters.vllm_blocks import KvBlocks
-from kvfs.engine_adapters.vllm_orders import PlacedChunk, Transfer
+from kvfs.engine_adapters.vllm_orders import ChainHint, PlacedChunk, Transfer
 from kvfs.errors import KvfsError
 from kvfs.messages import StoreStatus
 
@@ -60,6 +60,10 @@ class BlockStore:
             self._waiting[transfer.request_id] += len(transfer.chunks)
         log.debug("request %s: %d chunks are to be stored", transfer.request_id, len(transfer.chunks))
         self._thread.submit(self._run, transfer, self._blocks.fence()).add_done_callback(_log_mistake)
+
+    def hint(self, hint: ChainHint) -> None:
+        """Say what is known of a chain, when what was begun before is published."""
+        self._thread.submit(self._client.hint, hint.chains, hint.said).add_done_callback(_log_mistake)
 
     def has_stores(self, request_id: str) -> bool:
         """Whether blocks of this request are still to be copied."""

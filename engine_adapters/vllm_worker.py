@@ -154,6 +154,8 @@ class WorkerSide:
         if self.kv.is_storing and not (in_step and self._failed_blocks):
             for transfer in orders.stores:
                 self._store.begin(transfer)
+            for hint in orders.hints:
+                self._store.hint(hint)
         if orders.is_idle and not self._loader.wait_a_moment(self._idle_wait_s) and self._has_held():
             self._store.wait_a_moment(self._idle_wait_s)
         if orders.is_timed:

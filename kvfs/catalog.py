@@ -18,6 +18,7 @@ from kvfs.errors import UsageError
 from kvfs.keys import Key
 from kvfs.messages import Tier
 from kvfs.namespace import Namespace
+from kvfs.policies.hint import Hint
 from kvfs.prefixes import Member, Moves, PrefixDirectory, PrefixTree
 
 NOWHERE = -1
@@ -37,6 +38,7 @@ class Chunk(Member):
         ram, nvme: offset in the arena and in its volume, or NOWHERE. `nvme` is set once the bytes are durable.
         volume: number of the volume that has it, or will.
         is_proven: the extent on the volume was written, or every byte of it verified, since the daemon started.
+        hint: what was said of it by somebody who knows more, see `kvfs.hints`; None: nothing.
         leases: holders who rely on the extents; neither is reused while it is above zero.
         is_removed: no longer visible; the extents go when the last lease ends.
         directory, previous, next: its place in the prefix view, kept by `PrefixTree`.
@@ -44,7 +46,8 @@ class Chunk(Member):
     """
 
     __slots__ = (
-        "created_ns", "hits", "is_proven", "is_removed", "last_used_ns", "leases", "length", "num_tokens", "nvme", "ram", "returns",
+        "created_ns", "hint", "hits", "is_proven", "is_removed", "last_used_ns", "leases", "length", "num_tokens", "nvme", "ram",
+        "returns",
         "table", "volume",
     )  # fmt: skip
 
@@ -59,6 +62,7 @@ class Chunk(Member):
         self.last_used_ns = created_ns
         self.hits = 0
         self.returns = 0
+        self.hint: Hint | None = None
         self.ram = NOWHERE
         self.nvme = NOWHERE
         self.volume = 0

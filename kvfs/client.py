@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,6 +29,7 @@ from kvfs.chunk import geometry
 from kvfs.connection import Connection, find_socket
 from kvfs.errors import KvfsError, UnavailableError, UsageError
 from kvfs.handing_over import Publishing, Reservation, Reserving
+from kvfs.hints import Said
 from kvfs.keys import ChainHash, key_of
 from kvfs.loading import Load
 from kvfs.messages import NewChunk, StoreStatus, Tier
@@ -295,6 +297,21 @@ class Client:
         if connection is not None and chains and not connection.has_ended():
             keys = b"".join([chain[:16] for chain in chains[: m.MAX_BATCH]])
             connection.tell(m.Declined(connection.next_id(), keys))
+
+    def hint(self, chains: Sequence[ChainHash], said: Said) -> None:
+        """Say what is known of a chain, without waiting; see `kvfs.hints` for what there is to say, and what it changes.
+
+        `chains` are those of the whole chain, head first, or of its end, if what stands before is another's affair; of
+        more than 4,096 the first. It counts for the longest prefix of them that is stored by then: give it after the
+        publish. A failing cache hears nothing. Raises UsageError for a hint that is none.
+        """
+        said.check()
+        connection = self._attached()
+        if connection is None or not chains:
+            return
+        keys = b"".join([chain[:16] for chain in chains[: m.MAX_BATCH]])
+        expect_ms = None if said.expect_s is None else ceil(said.expect_s * 1000)
+        connection.tell(m.Hint(connection.next_id(), keys, said.class_, expect_ms, said.is_closed))
 
     # storing
 

@@ -20,8 +20,8 @@ from kvfs.errors import ProtocolError
 
 VERSION = 5
 """2: a chunk may be published without checksums; `Arrived` names the chunks that are ahead. 3: `Matched` names tiers;
-`Prefetch` and `Cancel`. 4: several volumes; `Why`, `Declined`, `Listen`, `Warm`. 5: a `Load`
-may leave chunks on the volume; `Placement` says which are proven."""
+`Prefetch` and `Cancel`. 4: several volumes; `Why`, `Declined`, `Listen`, `Warm`. 5: `Hint`; a `Load` may leave chunks on the
+volume, and `Placement` says which are proven."""
 
 MAX_MESSAGE_BYTES = 160 * 1024
 MAX_BATCH = 4096
@@ -206,6 +206,19 @@ class Declined(Request, frozen=True, tag="declined"):
     """The engine computes what it could load of `keys`: that is cheaper. Remembered for `Why`, bounded, and nothing else."""
 
     keys: Keys
+
+
+class Hint(Request, frozen=True, tag="hint"):
+    """What the engine knows of a chain, or of its end from the first of `keys` on; see `kvfs.hints`.
+
+    It counts for the longest prefix of `keys` that is stored. What is None stays as it was; an `expect_ms` of 0 takes back
+    that a use is expected, a `closed` of False that the chain is not used again.
+    """
+
+    keys: Keys
+    class_: Annotated[int, msgspec.Meta(ge=0, le=255)] | None = None
+    expect_ms: Annotated[int, msgspec.Meta(ge=0, le=86_400_000)] | None = None
+    closed: bool | None = None
 
 
 class Why(Request, frozen=True, tag="why"):
@@ -402,6 +415,7 @@ AnyRequest = (
     | Abort
     | Suspect
     | Declined
+    | Hint
     | Why
     | Listen
 )

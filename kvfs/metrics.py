@@ -54,6 +54,13 @@ class Counters:
     prefetches_dropped: int = field(
         default=0, metadata={"help": "chunks of prefetches that ended, or came too late, before they were begun"}
     )
+    hints: int = field(default=0, metadata={"help": "hints given by engines and people"})
+    hints_closed: int = field(default=0, metadata={"help": "chunks that were said not to be used again"})
+    hints_closed_used: int = field(
+        default=0, metadata={"help": "of these, chunks that were used, or built on, after all"}
+    )
+    hints_expect_met: int = field(default=0, metadata={"help": "chunks expected to be used that were, in time"})
+    hints_refused: int = field(default=0, metadata={"help": "chunks too many that a namespace expected"})
     read_aheads_begun: int = field(
         default=0, metadata={"help": "chunks read into RAM because a chain goes on with them"}
     )

@@ -26,14 +26,16 @@ import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
+from typing import Protocol
 
 import trio
 
 from kvfs.catalog import NOWHERE, Chunk
 from kvfs.messages import Warmth
-from kvfs.promotion import Promoter, Promotion
-from kvfs.residency import Residency
+from kvfs.metrics import Counters
+from kvfs.promotion import Promotion
 from kvfs.system import System
+from kvfs.tiers.ram import RamTier
 
 IN_FLIGHT_BYTES = 8 << 20
 BY_CHAIN_PRIORITY = -1
@@ -88,10 +90,43 @@ class Order:
             self._prefetcher.drop(self._chunks.popleft(), self.reason)
 
 
-class Prefetcher:
-    """Carries out orders; see the module."""
+class Held(Protocol):
+    """What is needed of a `Residency`: RAM, and leases on chunks."""
 
-    def __init__(self, residency: Residency, promoter: Promoter, system: System) -> None:
+    @property
+    def ram(self) -> RamTier:
+        """See `Residency`."""
+
+    @property
+    def counters(self) -> Counters:
+        """See `Residency`."""
+
+    def lease_all(self, chunks: Collection[Chunk]) -> None:
+        """See `Residency`."""
+
+    def release(self, chunk: Chunk) -> None:
+        """See `Residency`."""
+
+
+class Bringing(Protocol):
+    """What is needed of a `Promoter`."""
+
+    def is_under_way(self, chunk: Chunk) -> bool:
+        """See `Promoter`."""
+
+    def start(
+        self, chunks: Iterable[Chunk], *, is_asked_for: bool = True, spared: Collection[Chunk] = ()
+    ) -> Sequence[Promotion | None]:
+        """See `Promoter`."""
+
+
+class Prefetcher:
+    """Carries out orders; see the module.
+
+    `run` does it as time passes. What goes on in it, `first` and `begin`, never waits: a simulation calls these itself.
+    """
+
+    def __init__(self, residency: Held, promoter: Bringing, system: System) -> None:
         self._residency = residency
         self._promoter = promoter
         self._system = system
@@ -230,11 +265,11 @@ class Prefetcher:
     async def _run_in(self, nursery: trio.Nursery) -> None:
         while True:
             self._wake = trio.Event()
-            order = self._first()
+            order = self.first()
             if order is None:
                 await self._wake.wait()
                 continue
-            promotions = self._begin(order)
+            promotions = self.begin(order)
             if promotions:
                 have_ended = trio.Event()
                 nursery.start_soon(self._wait_for_all, promotions, have_ended)
@@ -246,7 +281,7 @@ class Prefetcher:
                 with trio.move_on_after(LOOK_AGAIN_S):
                     await self._wake.wait()
 
-    def _first(self) -> Order | None:
+    def first(self) -> Order | None:
         """The order whose turn it is; those that are over, or too late, are dropped."""
         while self._orders:
             order = self._orders[0][2]
@@ -257,7 +292,7 @@ class Prefetcher:
             heapq.heappop(self._orders)
         return None
 
-    def _begin(self, order: Order) -> list[Promotion]:
+    def begin(self, order: Order) -> list[Promotion]:
         """Begin with the next chunks of an order, as many as may be in flight and have room."""
         begun: list[Promotion] = []
         size = 0

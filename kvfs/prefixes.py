@@ -132,6 +132,13 @@ class PrefixDirectory(Generic[M]):
             yield chunk
             chunk = cast("M | None", chunk.next)
 
+    def branches(self) -> Iterator[M]:
+        """The first chunks of the directories inside, where they are there."""
+        for directory in self.subdirectories.values():
+            first = directory._first
+            if first is not None and first.key == directory.key:
+                yield first
+
     def subtree(self) -> Iterator[M]:
         """Its chunks and those of all directories below, parents first."""
         waiting = [self]

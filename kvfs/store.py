@@ -24,6 +24,7 @@ from kvfs.config import Settings, VolumeSetting
 from kvfs.documents import Document
 from kvfs.errors import UnavailableError, UsageError
 from kvfs.explaining import explain
+from kvfs.heeding import Hints
 from kvfs.intake import Handed, Reservation
 from kvfs.keys import Key
 from kvfs.limits import Limits
@@ -55,7 +56,7 @@ _MAX_NAMESPACES = 4096  # each costs a row, a directory and its geometry, and st
 class Store:
     """See the module.
 
-    Attributes: settings, catalog, counters, events, arena, volumes (none for a RAM cache), limits, staging.
+    Attributes: settings, catalog, counters, events, arena, volumes (none for a RAM cache), limits, hints, staging.
     policy: the one in force, which need not be that of the settings any more.
     settle_taken_over: returns when what was removed does not come back by a takeover.
     is_taking_over: whether what a daemon before us left is being looked at.
@@ -79,6 +80,8 @@ class Store:
         self.counters = residency.counters
         self.events = residency.events
         self.limits = Limits(residency, system)
+        policies = [residency.ram.policy, *(stripe.tier.policy for stripe in residency.nvme or ())]
+        self.hints = Hints(policies, residency.counters, system.monotonic)
         self.policy = PolicyInForce(residency, settings.policy, system)
         self._residency = residency
         self._copies = trio.CapacityLimiter(settings.io_threads)
@@ -161,6 +164,7 @@ class Store:
         self._storing.forget(table)
         self._residency.copied_in.is_over(table)
         self.limits.forget(table)
+        self.hints.forget(table)
         self.events.append("namespace_removed", namespace=table.directory)
         if self.arena.kept is not None:
             self.arena.kept.documents.remove(table.directory)
@@ -237,6 +241,8 @@ class Store:
         for chunk in chunks:
             chunk.hits += 1
             chunk.last_used_ns = now_ns
+        if hinted := [chunk for chunk in chunks if chunk.hint is not None]:
+            self.hints.used(hinted)
         num_ram = sources.count(Tier.RAM)
         self.counters.loads_ram += num_ram
         self.counters.loads_nvme += len(chunks) - num_ram
@@ -285,11 +291,14 @@ class Store:
 
     def stored(self, chunks: Collection[Chunk]) -> None:
         """See `Storing`."""
+        self.hints.continued(chunks)
         self._storing.stored(chunks)
 
     async def admit(self, staged: Staged, table: ChunkTable, key: Key) -> Chunk:
         """See `Storing`."""
-        return await self._storing.admit(staged, table, key)
+        chunk = await self._storing.admit(staged, table, key)
+        self.hints.continued([chunk])
+        return chunk
 
     def copying_is_over(self, table: ChunkTable) -> None:
         """Nothing more is copied to this namespace: what came is evicted like all else."""

@@ -26,6 +26,7 @@ from kvfs import messages as m
 from kvfs import namespace as namespaces
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.errors import CorruptChunk, KvfsError, ProtocolError, UnavailableError
+from kvfs.hints import Said
 from kvfs.keys import split
 from kvfs.mount.arrivals import tell_arrivals
 from kvfs.mount.handover import Handover, InArena, ThroughWindow
@@ -243,6 +244,8 @@ class Session:
             case m.Declined():
                 self._store.declined(self._attached, split(request.keys))
                 await self._send(m.Done(request.id))
+            case m.Hint():
+                await self._hint(request)
             case m.Why():
                 _check_version(request.version)
                 await self._send(self._store.why(request.id, request.directory, split(request.keys)))
@@ -320,6 +323,13 @@ class Session:
         deadline_s = min(request.deadline_ms / 1000, _MAX_PREFETCH_S)
         chunks = [chunk for chunk in found if chunk is not None]
         self._prefetches[request.id] = self._store.prefetch(chunks, request.priority, deadline_s)
+
+    async def _hint(self, request: m.Hint) -> None:
+        said = Said(
+            request.class_, None if request.expect_ms is None else request.expect_ms / 1000, request.closed
+        )  # fmt: skip
+        await self._store.hints.give(self._attached, split(request.keys), said)
+        await self._send(m.Done(request.id))
 
     def _read_ahead(self, loaded: list[Chunk]) -> None:
         """What was loaded may go on; see `kvfs.read_ahead`. The newest of these orders count."""

@@ -8,6 +8,7 @@ pinned there is what it holds at that time, with all directories below.
 Of a namespace's directory besides: quota ("20GiB") and max_age ("3d"), "none" without a limit, and stored_bytes; of files
 that are being copied in, which nobody lists, staging_files and staging_bytes.
 
+Of both kinds of node below a namespace also what was said of them, see `hint_xattrs`: class, expect, closed.
 Of the root, to be set by the mount's owner: policy, the one in force (see `kvfs set`).
 
 A pin is set as a duration ("90s", "15min", "2h", "3d") or "forever", and ended by "no", by nothing, or by removing it.
@@ -23,8 +24,9 @@ from kvfs.config import exact_size, parse_size
 from kvfs.durations import NS, exact_duration, parse_duration, rfc3339
 from kvfs.errors import UsageError
 from kvfs.mount.errnos import Refused
+from kvfs.mount.hint_xattrs import OF_HINTS, hint_value, hintable, hinted_names, is_said, meant, parse_hint
 from kvfs.mount.nodes import Fixed, Node, Role
-from kvfs.mount.staged_names import StagedFile, StagedNames
+from kvfs.mount.staged_names import DraftDirectory, StagedFile, StagedNames
 from kvfs.pins import FOREVER
 from kvfs.policy_change import check as check_policy
 from kvfs.prefixes import PrefixDirectory
@@ -86,7 +88,7 @@ class Xattrs:
                 parse_pin(value, 0)
                 node.pin = value
             return True
-        if is_told_only(name):
+        if is_told_only(name) or (name in OF_HINTS and isinstance(node, DraftDirectory | Fixed)):
             return True
         if not isinstance(node, Fixed) or node.table is not None:
             return False
@@ -101,14 +103,15 @@ class Xattrs:
 
     def names(self, node: Node) -> list[str]:
         """What `listxattr` shows."""
-        pin = list(_OF_PINS) if self._end_of_pin(node) is not None else []
+        said = list(_OF_PINS) if self._end_of_pin(node) is not None else []
+        said += hinted_names(node, self._store.system.monotonic())
         if isinstance(node, Chunk) and not node.is_removed:
-            return [*_OF_CHUNKS, *(["volume"] if self._volume(node) is not None else []), *pin]
+            return [*_OF_CHUNKS, *(["volume"] if self._volume(node) is not None else []), *said]
         table = _namespace(node)
         if table is None:
-            return pin
+            return said
         # Without what is only told: rsync -X sets again whatever is listed.
-        return [name for name in LIMITS if _OF_NAMESPACES[name](table) != UNLIMITED] + pin
+        return [name for name in LIMITS if _OF_NAMESPACES[name](table) != UNLIMITED] + said
 
     def value_nowait(self, node: Node, name: str) -> str | None:
         """The value of an attribute, None if the node has none of this name."""
@@ -119,6 +122,8 @@ class Xattrs:
             if name == "pinned_until":
                 return rfc3339(until_ns)
             return f"{-(-(until_ns - self._store.system.time_ns()) // NS)}s"
+        if name in OF_HINTS:
+            return hint_value(node, name, self._store.system.monotonic())
         if _is_root(node):
             return self._store.policy.name if name == POLICY else None
         table = _namespace(node)
@@ -166,6 +171,11 @@ class Xattrs:
         if table is not None and name in LIMITS:
             check_limit(name, value)
             return lambda: set_limit(self._store, table, name, value)
+        if name in OF_HINTS and hintable(node) is not None:
+            if value is None and not is_said(node, name):
+                raise Refused(errno.ENODATA)
+            said = parse_hint(name, value)
+            return lambda: self._store.hints.set_all(meant(node, name), said)
         if _is_root(node) and name == POLICY and value is not None:
             policy = _text(value)
             check_policy(policy)

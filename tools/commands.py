@@ -86,6 +86,7 @@ COMMANDS = {
     "rm": ("rm", "remove", "EXAMPLES"),
     "pin": ("pin", "pin", "PIN_EXAMPLES"),
     "unpin": ("pin", "unpin", "UNPIN_EXAMPLES"),
+    "hint": ("hint", "hint", "EXAMPLES"),
     "warm": ("warm", "warm", "EXAMPLES"),
     "quota": ("quota", "quota", "EXAMPLES"),
     "set": ("set", "set_setting", "EXAMPLES"),

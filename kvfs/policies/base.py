@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
+from kvfs.policies.hint import Hint
+
 Clock = Callable[[], float]
 """Seconds that never go back. A policy is given one when it is made; a test or a simulation gives its own."""
 
@@ -20,6 +22,7 @@ class Entry(Hashable, Protocol):
             position: how many are above it.
         length: bytes it takes; num_tokens: what it saves the engine from computing.
         hits: loads so far, the present one included; returns: how often it was stored again after an eviction.
+        hint: what somebody outside knows of it, None: nothing.
     """
 
     @property
@@ -52,6 +55,10 @@ class Entry(Hashable, Protocol):
 
     @property
     def returns(self) -> int:
+        """See above."""
+
+    @property
+    def hint(self) -> Hint | None:
         """See above."""
 
     def above(self) -> Self | None:
@@ -104,6 +111,18 @@ class Rememberer(Protocol, Generic[E_contra]):
 
     def recall(self, learnt: bytes, table_of: Callable[[str], Hashable | None]) -> None:
         """Go on from that, before any entry came; what cannot be understood is forgotten, with a UsageError."""
+
+
+class Heeder(Protocol[E_contra]):
+    """What a policy may have besides, to heed hints. Without it only that a chain is closed has an effect.
+
+    Attributes: heeds: "class", "expect" or both. `insert` and `recovered` look at an entry's hint themselves.
+    """
+
+    heeds: frozenset[str]
+
+    def hinted(self, entries: Sequence[E_contra]) -> None:
+        """The hints of these entries have changed; those not in the tier are skipped."""
 
 
 def mark_of(entry: Entry) -> Mark:

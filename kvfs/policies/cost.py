@@ -30,4 +30,5 @@ def weigh(entry: Entry) -> int:
 def make(clock: Clock) -> Learned[E]:
     """The policy."""
     weighing: Callable[[E], int] = weigh
-    return Learned(clock, weighing, [2.0 ** ((weight - _NUM_WEIGHTS // 2) / 2) for weight in range(_NUM_WEIGHTS)])
+    worth = [2.0 ** ((weight - _NUM_WEIGHTS // 2) / 2) for weight in range(_NUM_WEIGHTS)]
+    return Learned(clock, weighing, worth, num_classes=1)  # of a hint it heeds all but the class

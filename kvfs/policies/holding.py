@@ -1,24 +1,28 @@
 """A policy with some entries set aside: those that never go, and those that go before all others.
 
-Looking for victims does not meet the former; the latter cannot be reached any more, because what they are built on went.
+Looking for victims does not meet the former. The latter cannot be reached any more, because what they are built on went;
+after them come those of which a hint says that they are not used again.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Generic
 
-from kvfs.policies.base import E, Policy
+from kvfs.policies.base import E, Entry, Policy
+from kvfs.policies.hint import HEEDED_BY_ALL
 
 _MAX_LOOKED_AT = 64
 
 
 class Holding(Generic[E]):
-    """Another policy's order, without the entries that are held or unreachable. It is a policy too.
+    """Another policy's order, without the entries that are held, unreachable or closed. It is a policy too.
 
-    Invariant: an entry of the tier is in the order, or among the held ones, or among the unreachable ones. A new one is
-    held if `is_held` says so; later the caller says it by `hold` and `let_go`.
+    Invariant: an entry of the tier is in the order, or among the held ones, or the unreachable ones, or the closed ones. A
+    new one is held if `is_held` says so; later the caller says it by `hold` and `let_go`. It is closed if its hint says
+    so; later the caller says by `hinted` that this has changed.
 
     Attributes, which the owner of the tier may set:
         is_held: see above.
@@ -34,9 +38,16 @@ class Holding(Generic[E]):
         self.group: Callable[[], Iterable[E]] = tuple
         self._held: set[E] = set()
         self._unreachable: dict[E, None] = {}
+        self._closed: OrderedDict[E, None] = OrderedDict()  # the first goes first; what is built on one is before it
 
     def __len__(self) -> int:
-        return len(self._order) + len(self._held) + len(self._unreachable)
+        return len(self._order) + len(self._held) + len(self._unreachable) + len(self._closed)
+
+    @property
+    def heeds(self) -> frozenset[str]:
+        """Which hints have an effect: see `Heeder`, and "closed"."""
+        heeds: frozenset[str] = getattr(self._order, "heeds", frozenset())
+        return HEEDED_BY_ALL | heeds
 
     @property
     def order(self) -> Policy[E]:
@@ -48,35 +59,63 @@ class Holding(Generic[E]):
         self._order = order
 
     def is_set_aside(self, entry: E) -> bool:
-        """Whether an entry is held or unreachable."""
-        return entry in self._held or entry in self._unreachable
+        """Whether an entry is held, unreachable or closed, and so not in the order."""
+        return entry in self._held or entry in self._unreachable or entry in self._closed
 
     def hold(self, entry: E) -> None:
         """An entry must not go from now on; one that is not in the tier is no error."""
         before = len(self._order)
         self._order.remove(entry)
-        if len(self._order) < before or self._unreachable.pop(entry, self) is None:
+        if len(self._order) < before or self._set_aside(entry):
             self._held.add(entry)
 
     def let_go(self, entry: E) -> None:
         """An entry may go again, and counts as just used; one that is not in the tier is no error."""
         if entry in self._held:
             self._held.remove(entry)
+            self._put(entry)
+
+    def _put(self, entry: E) -> None:
+        """An entry that is not held has its place again."""
+        if _is_closed(entry):
+            self._closed[entry] = None
+        else:
             self._order.insert(entry)
 
     def demote(self, entry: E) -> None:
         """What an entry is built on went: it goes before all others, the last one first, until it is touched."""
         before = len(self._order)
         self._order.remove(entry)
-        if len(self._order) < before:
+        if len(self._order) < before or self._closed.pop(entry, self) is None:
             self._unreachable[entry] = None
+
+    def _set_aside(self, entry: E) -> bool:
+        """Whether the entry was one of those that go before all others; it is none any more."""
+        return self._unreachable.pop(entry, self) is None or self._closed.pop(entry, self) is None
+
+    def hinted(self, entries: Sequence[E]) -> None:
+        """The hints of these entries of one chain, from head to tail, have changed; those not in the tier are skipped."""
+        for entry in reversed(entries):
+            if _is_closed(entry):
+                before = len(self._order)
+                self._order.remove(entry)
+                if len(self._order) < before or self._closed.pop(entry, self) is None:
+                    self._closed[entry] = None
+            elif entry in self._closed:
+                del self._closed[entry]
+                self._order.insert(entry)
+        hinted = getattr(self._order, "hinted", None)
+        if hinted is not None:
+            hinted(entries)
 
     def insert(self, entry: E) -> None:
         """See `Policy`."""
         if self.is_held is not None and self.is_held(entry):
             self._held.add(entry)
-        else:
+        elif entry.hint is None:  # almost always
             self._order.insert(entry)
+        else:
+            self._put(entry)
 
     def recovered(self, entry: E, age_s: float) -> None:
         """See `Rememberer`; to a policy that is none it comes like any other."""
@@ -100,7 +139,7 @@ class Holding(Generic[E]):
 
     def touch(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""
-        if self._unreachable:
+        if self._unreachable or self._closed:
             self._reach(prefix)
         self._order.touch(prefix)
 
@@ -108,13 +147,17 @@ class Holding(Generic[E]):
         """See `Policy`."""
         if self._unreachable:
             self._reach(prefix)
+        if self._closed:  # still: whoever goes on with a closed chain says so by `hinted`
+            for entry in reversed(prefix):
+                if entry in self._closed:
+                    self._closed.move_to_end(entry)
         self._order.built_on(prefix)
 
     def _reach(self, prefix: Sequence[E]) -> None:
+        """The entries can be reached, or are not closed any more."""
         for entry in prefix:
-            if entry in self._unreachable:
-                del self._unreachable[entry]
-                self._order.insert(entry)
+            if self._set_aside(entry):
+                self._put(entry)
 
     def bypassed(self, entry: E) -> None:
         """See `Policy`."""
@@ -124,9 +167,7 @@ class Holding(Generic[E]):
         """See `Policy`."""
         if entry in self._held:
             self._held.remove(entry)
-        elif entry in self._unreachable:
-            del self._unreachable[entry]
-        else:
+        elif not self._set_aside(entry):
             self._order.remove(entry)
 
     def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
@@ -136,9 +177,10 @@ class Holding(Generic[E]):
         return filter(may_go, self._ungrouped(may_go))
 
     def _ungrouped(self, may_go: Callable[[E], bool]) -> Iterator[E]:
-        if not self._unreachable:
+        if not self._unreachable and not self._closed:
             return self._order.victims(may_go)
-        return chain(filter(may_go, reversed(self._unreachable)), self._order.victims(may_go))
+        first = chain(reversed(self._unreachable), self._closed)
+        return chain(filter(may_go, first), self._order.victims(may_go))
 
     def _with_group(self, may_go: Callable[[E], bool], is_grouped: Callable[[E], bool]) -> Iterator[E]:
         group: Iterator[E] | None = None
@@ -151,3 +193,7 @@ class Holding(Generic[E]):
             if found is None:
                 return
             yield found
+
+
+def _is_closed(entry: Entry) -> bool:
+    return entry.hint is not None and entry.hint.is_closed

@@ -9,6 +9,7 @@ from typing import Any
 from kvfs.errors import UsageError
 from kvfs.policies import arc, cost, fifo, learned, lfu, lru, s3fifo
 from kvfs.policies.base import Clock, Policy
+from kvfs.policies.checked import Checked
 
 NAMES: dict[str, tuple[Callable[[Clock], Policy[Any]], str]] = {
     "learned": (learned.Learned, "learns when what is used again, leaf first; the default"),
@@ -52,6 +53,6 @@ def maker(name: str) -> Callable[[Clock], Policy[Any]]:
             policy: Policy[Any] = made(clock)
         except Exception as error:  # as above
             raise UsageError(f"policy {name!r} cannot be made: {error}") from error
-        return policy
+        return Checked(policy, name)
 
     return make

@@ -18,8 +18,9 @@ from kvfs.config import VolumeSetting
 from kvfs.engine_adapters.transformers_cache import PrefixCache
 from kvfs.engine_adapters.transformers_calls import CACHE_ARGUMENT
 from kvfs.errors import UsageError
+from kvfs.heeding import is_closed
 from kvfs.messages import Tier
-from kvfs.testing import DEADLINE_S
+from kvfs.testing import DEADLINE_S, wait_until
 
 from .conftest import Node, prompt_of, tiny_model
 
@@ -344,3 +345,20 @@ def test_repeated_requests_stay_right(node: Node, model: Any, break_even: bool) 
         assert counts.requests == 18
         assert counts.hits + counts.misses == 18
         assert counts.failures == counts.bypasses == 0
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_is_known_of_a_conversation_is_passed_on(node: Node, model: Any, in_background: bool) -> None:
+    """Of the prompt's chunks, the short one at its end too, and of those generated; behind the store."""
+    with open_cache(node, model, background_store=in_background) as cache:
+        greedy(cache.generate, prompt_of(300), class_=7, expect_s=60)
+        cache.flush()
+        wait_until(lambda: sum(chunk.hint is not None for chunk in node.chunks()) >= 4, "the hint has come")
+        full = sorted((chunk for chunk in node.chunks() if chunk.num_tokens == CHUNK), key=lambda chunk: chunk.position)
+        assert [chunk.hint.class_ for chunk in full if chunk.hint] == [7] * len(full)
+        now_s = node.store.system.monotonic()
+        assert [chunk.position for chunk in full if chunk.hint and chunk.hint.until_s > now_s] == [full[-1].position]
+        greedy(cache.generate, prompt_of(300), closed=True)
+        wait_until(lambda: all(is_closed(chunk) for chunk in node.chunks()), "all of it is closed")
+        with pytest.raises(UsageError, match="class is a number from 0 to 255"):
+            greedy(cache.generate, prompt_of(300), class_=256)

@@ -14,6 +14,7 @@ import pytest
 from kvfs.engine_adapters import vllm_scheduler
 from kvfs.engine_adapters.vllm_orders import LoadReport, StepReport
 from kvfs.engine_adapters.vllm_scheduler import MAX_LEASED_REQUESTS
+from kvfs.heeding import is_closed
 from kvfs.messages import Tier
 from kvfs.testing import DEADLINE_S, settings_in, socket_path, wait_until
 from kvfs.testing.daemon import DaemonProcess
@@ -398,3 +399,58 @@ def test_without_a_daemon_requests_are_computed_at_once(start_node: Any, tmp_pat
             wait_until(is_found, "the node is found")
     finally:
         engine.close()
+
+
+# hints
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_request_says_of_its_chain_counts_when_its_stores_are_published(
+    node: Node, engines: Any, num_ranks: int
+) -> None:
+    engine = engines(num_ranks=num_ranks)
+    said = {"kvfs": {"class": 3, "expect_s": 60}}
+    request = request_of(TOKENS, "said", kv_transfer_params=said)
+    engine.run(request, BLOCK_IDS)
+    assert all(chunk.hint is None for chunk in node.chunks())
+    engine.finish(request)
+    wait_until(lambda: [chunk.hint is not None for chunk in node.chunks()].count(True) == 4 * num_ranks, "it is said")
+    expected = [chunk.position for chunk in node.chunks() if chunk.hint and chunk.hint.until_s > 0]
+    assert expected == [3] * num_ranks
+    assert engine.scheduler.take_counts() == {"hints": 1}
+
+
+def test_what_a_request_that_stores_nothing_says_of_its_chain(node: Node, engines: Any) -> None:
+    fill(engines())
+    engine = engines()
+    request = request_of(TOKENS, kv_transfer_params={"kvfs": {"closed": True}})
+    engine.run(request, OTHER_IDS)
+    engine.finish(request)
+    wait_until(lambda: all(is_closed(chunk) for chunk in node.chunks()), "the chain is closed")
+
+
+@pytest.mark.expect_log("hint in kv_transfer_params")
+@pytest.mark.parametrize("said", [[], 3, {"class": 256}, {"class": True}, {"expect_s": -1}, {"expect_s": "60"}, {"closed": 1},
+                                  {"unknown": 1}, {}, {"expect_s": float("nan")}, {"closed": True, "expect_s": 5}])  # fmt: skip
+def test_a_hint_that_is_none_is_ignored_and_counted(
+    node: Node, engines: Any, caplog: pytest.LogCaptureFixture, said: Any
+) -> None:
+    engine = engines()
+    for number in range(2):
+        request = request_of(TOKENS, f"r{number}", kv_transfer_params={"kvfs": said})
+        engine.run(request, BLOCK_IDS)
+        engine.finish(request)
+    wait_for_publishing(engine)
+    assert len(node.chunks()) == 4
+    assert all(chunk.hint is None for chunk in node.chunks())
+    assert engine.scheduler.take_counts() == {"hints_invalid": 2}
+    assert caplog.text.count("hint in kv_transfer_params") == 1
+
+
+@pytest.mark.parametrize("others", [{}, {"do_remote_decode": True}, {"kvfs": None}])
+def test_what_is_said_to_other_connectors_is_no_hint(engines: Any, others: Any) -> None:
+    engine = engines()
+    request = request_of(TOKENS, kv_transfer_params=others)
+    engine.run(request, BLOCK_IDS)
+    engine.finish(request)
+    assert engine.scheduler.take_counts() == {}

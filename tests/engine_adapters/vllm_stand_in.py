@@ -56,7 +56,7 @@ def request_of(tokens: list[int], request_id: str = "r", **changes: Any) -> Any:
     facts = {
         "request_id": request_id, "prompt_token_ids": tokens, "all_token_ids": tokens, "num_tokens": len(tokens),
         "num_prompt_tokens": len(tokens), "num_computed_tokens": 0, "prompt_embeds": None, "resumable": False,
-        "lora_request": None, "cache_salt": None, "mm_features": [],
+        "lora_request": None, "cache_salt": None, "mm_features": [], "kv_transfer_params": None,
     }  # fmt: skip
     return SimpleNamespace(**{**facts, **changes})
 

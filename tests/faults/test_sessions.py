@@ -532,6 +532,11 @@ AFTER_HELLO: dict[str, m.Request] = {
     "part of a key in warm": m.Warm(9, bytes(17)),
     "part of a key in declined": m.Declined(9, bytes(17)),
     "part of a key in why": m.Why(9, m.VERSION, NS.directory, bytes(17)),
+    "part of a key in hint": m.Hint(9, bytes(1), 3),
+    "a hint of nothing": m.Hint(9, bytes(16)),
+    "a hint of a class that there is not": m.Hint(9, bytes(16), 256),
+    "a hint that expects a use in a month": m.Hint(9, bytes(16), None, 30 * 86_400_000),
+    "a hint that expects what is closed": m.Hint(9, bytes(16), None, 1000, True),
     "store without a window": m.Store(9, tuple(new_chunks(chain_of(NS, 1)))),
 }
 

@@ -17,7 +17,7 @@ REQUESTS: list[m.AnyRequest] = [
     m.Hello(1, m.VERSION, b"{}", "engine"), m.OpenWindow(2, 64 << 20), m.Match(3, KEY * 3, True), m.Load(4, KEY, 1000, True),
     m.Release(5, 7), m.Store(6, (m.NewChunk(CHAIN, KEY, 0, 256),)), m.Publish(7, (m.Finished(KEY, bytes(240)),)),
     m.Abort(8, KEY), m.Suspect(9, KEY), m.Prefetch(10, KEY, 50, 60_000), m.Cancel(11, 10), m.Declined(12, KEY), m.Why(13, m.VERSION, "ns", KEY * 2), m.Listen(14, m.VERSION),
-    m.Warm(15, KEY * 2),
+    m.Warm(15, KEY * 2), m.Hint(16, KEY * 2, 255, 60_000, False), m.Hint(17, KEY),
 ]  # fmt: skip
 REPLIES: list[m.AnyReply] = [
     m.Welcome(1, m.VERSION, "ns", 1 << 32, 1 << 26, 2, False), m.Window(2, 4096), m.Matched(3, 2, 9, bytes([1, 2])),

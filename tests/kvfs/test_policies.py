@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -17,61 +17,14 @@ from kvfs.errors import UsageError
 from kvfs.policies import Holding, LeafFirstLRU, Policy
 from kvfs.policies.base import Clock
 from kvfs.policies.cost import weigh
+from kvfs.policies.hint import Hint
 from kvfs.policies.learned import Learned
 from kvfs.policies.named import NAMES, maker
 from kvfs.policies.reuse import EDGES, NUM_SPANS, Reuse, span_of
 
+from .entries import Item, Table, Time, everything
+
 LEAF_FIRST = ("learned", "cost")
-
-
-class Item:
-    """An entry. `table` maps keys to what is stored, in whatever tier."""
-
-    def __init__(self, table: Table, number: int, above: Item | None, length: int = 4096) -> None:
-        self.table = table
-        self.number = number
-        self.key = random.Random(number).randbytes(16)
-        self.parent = above.key if above is not None else b"\0" * 16
-        self.position = above.position + 1 if above is not None else 0
-        self.length = length
-        self.num_tokens = 256
-        self.hits = self.returns = 0
-
-    def __repr__(self) -> str:
-        return f"<{self.number}>"
-
-    def above(self) -> Item | None:
-        found = self.table.get(self.parent) if self.position else None
-        return found if found is not None and found.position + 1 == self.position else None
-
-    def prefix(self) -> list[Item]:
-        found: list[Item] = [self]
-        while (above := found[0].above()) is not None:
-            found.insert(0, above)
-        return found
-
-
-class Table(dict[bytes, Item]):
-    """A namespace; equal to itself only."""
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-class Time:
-    """A clock that stands still."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def everything(_: Item) -> bool:
-    return True
 
 
 class Order(RuleBasedStateMachine):
@@ -137,6 +90,7 @@ class Tier(RuleBasedStateMachine):
         self.table = Table()
         self.tier: dict[Item, None] = {}
         self.unreachable: set[Item] = set()
+        self.closed: set[Item] = set()
         self.random = random.Random(0)
         self.next = 0
 
@@ -165,6 +119,7 @@ class Tier(RuleBasedStateMachine):
             self.next += 1
             self.table[above.key] = above
             new.append(above)
+        self.open(new[0].prefix())
         for item in reversed(new) if in_reverse else new:
             self.tier[item] = None
             self.both(lambda policy, item=item: policy.insert(item))
@@ -178,6 +133,8 @@ class Tier(RuleBasedStateMachine):
             prefix = item.prefix()
             for one in prefix:
                 one.hits += 1
+                one.hint = Hint(one.hint.class_) if one.hint else None
+            self.closed -= set(prefix)
             self.both(lambda policy: policy.touch(prefix))
             self.unreachable -= set(prefix)
 
@@ -244,6 +201,34 @@ class Tier(RuleBasedStateMachine):
             self.held.remove(item)
             self.both(lambda policy: policy.let_go(item))
 
+    @rule(seed=st.integers(0, 99), class_=st.integers(0, 12), seconds=st.sampled_from([-1.0, 1.0, 50.0, 9000.0]))
+    def hint(self, seed: int, class_: int, seconds: float) -> None:
+        """The chain is of a class, and perhaps its end is expected."""
+        item = self.pick(seed)
+        if item is not None and item not in self.closed:
+            prefix = item.prefix()
+            for one in prefix:
+                one.hint = Hint(class_, one.hint.until_s if one.hint else -1.0)
+            item.hint = Hint(class_, self.time.now + seconds)
+            self.both(lambda policy: policy.hinted(prefix))
+
+    @rule(seed=st.integers(0, 99))
+    def close(self, seed: int) -> None:
+        item = self.pick(seed)
+        if item is not None:
+            below = [one for one in self.table.values() if item in one.prefix()]
+            for one in below:
+                one.hint = (one.hint or Hint())._replace(is_closed=True)
+            below.sort(key=lambda one: one.position)
+            self.both(lambda policy: policy.hinted(below))
+            self.closed |= set(below)
+
+    def open(self, prefix: list[Item]) -> None:
+        for one in prefix:
+            one.hint = (one.hint or Hint())._replace(is_closed=False)
+        self.closed -= set(prefix)
+        self.both(lambda policy: policy.hinted(prefix))
+
     @rule(seed=st.integers(0, 99))
     def bypass(self, seed: int) -> None:
         above = self.pick(seed)
@@ -262,12 +247,32 @@ class Tier(RuleBasedStateMachine):
         assert len(self.policy) == len(self.tier)
         assert order == list(self.twin.victims(everything))
         assert set(order[: len(self.unreachable)]) == self.unreachable
+        if isinstance(self.policy._order, Learned):
+            check_nodes(self.policy._order)
+        closed = self.closed & set(order) - self.unreachable
+        num_first = len(self.unreachable) + len(closed)
+        assert set(order[len(self.unreachable) : num_first]) == closed
         if self.name in LEAF_FIRST:
             place = {item: index for index, item in enumerate(order)}
-            for item in order[len(self.unreachable) :]:
+            for item in order[num_first:]:
                 above = item.above()
-                is_first = above in self.unreachable  # and what is built on it was held meanwhile
+                is_first = above in order[:num_first]  # and what is built on it was held meanwhile
                 assert above not in place or is_first or place[above] > place[item], f"{above} would go before {item}"
+
+
+def check_nodes(policy: Learned[Item]) -> None:
+    """What a node knows of itself is so."""
+    nodes = {node for part in policy._forest.parts for node in part.values()}
+    below: Counter[Any] = Counter(node.above for node in nodes)
+    for node in nodes | {node.above for node in nodes if node.above is not None}:
+        assert node.num_below == below[node] - len(policy._locks.get(node, ()))
+        is_listed = node in policy._leaves[node.group].at.get(node.last, ())
+        assert is_listed == (node in nodes and not node.num_below)
+    assert sum(len(there) for leaves in policy._leaves for there in leaves.at.values()) <= len(nodes)
+    for above, locks in policy._locks.items():
+        assert locks, "one without any is dropped"
+        assert all(node in nodes and node.above is above and node.group < 0 for node in locks)
+    assert {node for node in nodes if node.group < 0} == policy._expected._places.keys()
 
 
 @pytest.mark.parametrize("name", [*NAMES])
@@ -484,12 +489,15 @@ def test_what_was_learned_goes_on_after_a_restart() -> None:
     [
         lambda raw: raw[: len(raw) // 2],
         lambda raw: b"",
-        lambda raw: raw.replace(b"kvfs-learned/1", b"kvfs-learned/2"),
+        lambda raw: raw.replace(b"kvfs-learned/2", b"kvfs-learned/1"),
         lambda raw: raw.replace(b'"part":0', b'"part":2'),
         lambda raw: raw.replace(b'"used":[[', b'"used":[[1.0],['),
         lambda raw: raw.replace(b'"used":[[0.0', b'"used":[[-1.0'),
-        lambda raw: raw.replace(b'"tables":{"t":4}', b'"tables":{"t":3}'),
-        lambda raw: raw.replace(b'"tables":{"t":4}', b'"tables":{"t":4000}'),
+        lambda raw: raw.replace(b'"number":1', b'"number":2'),
+        lambda raw: raw.replace(b'"number":1', b'"number":4000'),
+        lambda raw: raw.replace(b'"classes":[]', b'"classes":[3,3]'),
+        lambda raw: raw.replace(b'"classes":[]', b'"classes":[1,2,3,4,5,6,7,8]'),
+        lambda raw: raw.replace(b'"classes":[]', b'"classes":[0]'),
     ],
 )
 def test_what_cannot_have_been_learned_is_forgotten(damage: Callable[[bytes], bytes]) -> None:

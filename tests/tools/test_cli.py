@@ -220,6 +220,7 @@ EMPTY = [
     ["rm", "/m", "--older-than", ""], ["ls", "/m", ""], ["ls", ""], ["tree", "/m", ""], ["stat", "/m", "x", ""],
     ["pin", "/m", "", "--for=2h"], ["unpin", "/m", ""], ["quota", "/m", "", "5GiB"], ["quota", "/m", "x", ""],
     ["verify", ""], ["verify", "/m", ""], ["export", "/m", "", "/x"], ["export", "/m", "x", ""], ["import", "/m", ""],
+    ["hint", "", "--closed"], ["hint", "/m/x", "--expect="],
     ["mount", ""], ["umount", ""], ["status", ""], ["sync", ""], ["config", ""], ["format", "", "1GiB"], ["fsck", ""],
     ["set", "policy=lru", ""], ["set", "", "/m"], ["destroy", "", "--yes"], ["bench", "--dir", ""], ["simulate", "", "--ram", "5%"], ["doctor", ""],
     ["why", "/m", "", "x"], ["record", "/m", ""], ["warm", ""], ["warm", "/m", ""],

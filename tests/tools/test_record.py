@@ -22,7 +22,8 @@ from kvfs.messages import MAX_BATCH, Heard
 from kvfs.mount.listening import Ear
 from kvfs.namespace import Namespace
 from kvfs.testing import DEADLINE_S, wait_until
-from kvfs.tools.simulate.replay import namespace_of
+from kvfs.tools.simulate.stand_ins import namespace_of
+from kvfs.volume import SUPERBLOCK_BYTES
 
 from .conftest import KVFS, NAMESPACE, Mount, kvfs
 
@@ -31,12 +32,12 @@ NUM_RAM = 160  # chunks
 CHUNK_BYTES = geometry(NAMESPACE, 16).file_bytes
 
 
-def prompts(seed: int, number: int) -> list[list[int]]:
-    """Prompts that grow and branch, in tokens."""
+def prompts(seed: int, number: int, num_open: int = 30) -> list[list[int]]:
+    """Prompts that grow and branch, in tokens; `num_open` of them may go on at a time."""
     chance = random.Random(seed)
     found: list[list[int]] = []
     for _ in range(number):
-        begin = list(chance.choice(found[-30:])) if found and chance.random() < 0.7 else []
+        begin = list(chance.choice(found[-num_open:])) if found and chance.random() < 0.7 else []
         begin = begin[: 16 * chance.randrange(len(begin) // 16 + 1)] if chance.random() < 0.3 else begin
         found.append([*begin, *(chance.randrange(1 << 30) for _ in range(16 * chance.randrange(1, 6)))])
     return found
@@ -133,6 +134,62 @@ def test_a_simulation_of_a_recording_finds_what_the_daemon_found(name: str, cach
             not {int.from_bytes(bytes.fromhex(key)[:size], order) for size in (7, 8) for order in ("big", "little")}
             & numbers
         )  # type: ignore[arg-type]
+
+
+NUM_NVME = 400  # chunks
+
+
+@needs_fuse
+@pytest.mark.heavy
+@pytest.mark.parametrize("rule", ["always", "second-use"])
+def test_a_simulation_of_two_tiers_finds_what_the_daemon_found(rule: str, mount: Mount, tmp_path: Path) -> None:
+    """With the mount's own settings, request by request: what was found, where, and what NVMe was written.
+
+    Nothing is dirty any more when the next request comes: a simulation knows no time, and writes at once.
+    """
+    others = [flag for flag in mount.flags if not flag.startswith(("--ram", "--nvme"))]
+    sizes = [f"--ram={NUM_RAM * CHUNK_BYTES >> 10}KiB", f"--nvme={tmp_path}/volume:{_volume_kib(CHUNK_BYTES)}KiB"]
+    mount.flags = [*sizes, "--policy=lru", f"--admission={rule}", *others]
+    mount.start()
+    file = tmp_path / "trace.jsonl"
+    recorder = Recorder(mount, file)
+    served = []
+    with Client(mount.path, NAMESPACE, deadline_s=DEADLINE_S) as client:
+        for tokens in prompts(4, 400, 150):
+            served.append(serve(client, tokens))
+            sync(mount.path)
+    recorder.end()
+    found, asked = map(sum, zip(*served, strict=True))
+    status = mount.json("status")
+    counters = status["counters"]
+    assert counters["loads_ram"] + counters["loads_nvme"] == found
+    assert counters["loads_nvme"] > 0.05 * asked
+    assert min(counters["evictions_ram"], counters["evictions_nvme"], counters["stores_returned"]) > 50
+    assert counters["stores_refused"] == 0
+    assert bool(counters["not_admitted_unused"]) == (rule == "second-use")
+    chunk_bytes = geometry(namespace_of(0, 16, 256), 16).file_bytes
+    assert chunk_bytes == CHUNK_BYTES
+    flags = [f"--admission={rule}", "--policy=lru", "--bytes-per-token=256", "--json"]
+    simulated = kvfs("simulate", file, sizes[0], f"--nvme={NUM_NVME * CHUNK_BYTES >> 10}KiB", *flags)
+    assert simulated.returncode == 0, simulated.stderr
+    [result] = json.loads(simulated.stdout)
+    assert result["hit_rate"] == pytest.approx(found / asked, abs=1e-12)
+    assert (result["not_admitted_unused"] or 0) == counters["not_admitted_unused"]
+    assert result["written_chunks"] == counters["written_bytes"] // CHUNK_BYTES
+    assert result["ram_token_hit_rate"] == pytest.approx(counters["loads_ram"] / asked, abs=1e-12)
+
+
+def _volume_kib(chunk_bytes: int) -> int:
+    return (NUM_NVME * chunk_bytes + SUPERBLOCK_BYTES) >> 10
+
+
+def sync(path: Path) -> None:
+    """Wait until all is on NVMe that is to be there."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 @needs_fuse

@@ -5,71 +5,22 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import os
 import random
-import re
-import signal
-import subprocess
-import sys
 from collections import OrderedDict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvfs.chunk import geometry
 from kvfs.errors import UsageError
-from kvfs.policies.named import BLIND_TO_USES, NAMES, maker
-from kvfs.testing import wait_until
+from kvfs.policies.named import BLIND_TO_USES, NAMES
 from kvfs.tools.simulate import optimum
-from kvfs.tools.simulate.replay import Replay, Tally, ends, namespace_of
 from kvfs.tools.simulate.report import Machine, result
 from kvfs.tools.simulate.sizes import bytes_per_token, tier_bytes
-from kvfs.tools.simulate.traces import Reading, Request, Trace, read
+from kvfs.tools.simulate.tally import Tally
+from kvfs.tools.simulate.traces import Reading, Trace, read
 
-BYTES_PER_TOKEN = 8
-CHUNK_BYTES = geometry(namespace_of(0, 16, BYTES_PER_TOKEN), 16).file_bytes
-
-
-def trace_of(prompts: Sequence[Sequence[object]], step_s: float = 1.0) -> Trace:
-    """A trace of prompts, each a sequence of blocks of 16 tokens."""
-    trace = Trace([], tokens_per_chunk=16)
-    known: dict[tuple[object, ...], int] = {}
-    for index, prompt in enumerate(prompts):
-        chunks = []
-        for end in range(1, len(prompt) + 1):
-            place = tuple(prompt[:end])
-            if place not in known:
-                known[place] = len(trace.parents)
-                trace.parents.append(known.get(place[:-1], -1))
-                trace.positions.append(end - 1)
-                trace.sources.append(0)
-                trace.tokens.append(16)
-            chunks.append(known[place])
-        trace.requests.append(Request(index * step_s, chunks, 16 * len(chunks)))
-    return trace
-
-
-def chats(seed: int, num_requests: int, num_open: int = 20) -> Trace:
-    """Prompts that grow and branch."""
-    chance = random.Random(seed)
-    prompts: list[list[int]] = []
-    for _ in range(num_requests):
-        begin = list(chance.choice(prompts[-num_open:])) if prompts and chance.random() < 0.7 else []
-        begin = begin[: chance.randrange(len(begin) + 1)] if chance.random() < 0.2 else begin
-        prompts.append([*begin, *(chance.randrange(1 << 30) for _ in range(chance.randrange(1, 5)))])
-    return trace_of(prompts)
-
-
-def play(trace: Trace, policy: str, num_ram: int, num_nvme: int = 0, *, has_ghosts: bool = True) -> Tally:
-    tally = Tally()
-    sizes = num_ram * CHUNK_BYTES, num_nvme * CHUNK_BYTES
-    replay = Replay(trace, maker(policy), BYTES_PER_TOKEN, *sizes, tally, has_ghosts=has_ghosts)
-    for request in trace.requests:
-        replay.request(request)
-    return tally
-
+from .simulated import chats, play, trace_of
 
 # traces
 
@@ -280,25 +231,6 @@ def test_every_policy_is_replayed_within_its_room(name: str, num_ram: int, num_n
     assert (again.ram, again.nvme, again.num_stored) == (tally.ram, tally.nvme, tally.num_stored)
 
 
-def test_hints_of_what_is_over_close_most_of_the_gap() -> None:
-    """What is never asked for again goes first, and with it all that is built on it."""
-    trace = trace_of([["a", "b", "c"], ["a", "b", "x"], ["a", "q"]])
-    assert list(ends(trace)) == [2, 1, 0]
-    trace = chats(7, 800)
-    found: dict[bool, int] = {}
-    for is_told in (False, True):
-        tally = Tally()
-        replay = Replay(trace, maker("lru"), BYTES_PER_TOKEN, 60 * CHUNK_BYTES, 0, tally)
-        for request, end in zip(trace.requests, ends(trace), strict=True):
-            replay.request(request)
-            if is_told and end >= 0:
-                replay.close(end)
-        found[is_told] = sum(tally.ram)
-    best = sum(optimum.hits(trace, 60))
-    assert found[False] < found[True] <= best
-    assert found[True] - found[False] > 0.7 * (best - found[False]), (found, best)
-
-
 def test_what_a_replay_comes_to() -> None:
     """Two tiers, by hand: the second request finds all of its 3 chunks, one of them in RAM only if it fits there."""
     trace = trace_of([["a", "b", "c"], ["a", "b", "c"], ["x"]], step_s=43_200.0)
@@ -346,207 +278,3 @@ def test_an_independent_library_finds_the_same(name: str, theirs: str, tolerance
     ours = sum(play(trace_of([[block] for block in asked], step_s=0.1), name, capacity).ram)
     assert abs(ours - hits) <= tolerance * len(asked), (ours / len(asked), hits / len(asked))
     assert hits > 0.05 * len(asked)
-
-
-# the command
-
-
-def kvfs(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvfs.tools.cli", *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-@pytest.fixture
-def mooncake(tmp_path: Path) -> Path:
-    """A trace file of a thousand requests."""
-    trace = chats(5, 1000)
-    path = tmp_path / "trace.jsonl"
-    lines = [
-        {"timestamp": 1000 * request.at_s, "input_length": 512 * len(request.chunks), "hash_ids": list(request.chunks)}
-        for request in trace.requests
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def test_the_command_compares_policies(mooncake: Path) -> None:
-    done = kvfs("simulate", mooncake, "--ram", "1%", "--nvme", "20%", "--policy", "lru,learned,opt", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    lru, learned, best = json.loads(done.stdout)
-    assert [found["policy"] for found in (lru, learned, best)] == ["lru", "learned", "opt"]
-    assert best["token_hit_rate"] >= learned["token_hit_rate"] > 0
-    assert best["token_hit_rate"] >= lru["token_hit_rate"] > lru["ram_token_hit_rate"] > 0
-    assert best["ttft_s"]["mean"] <= lru["ttft_s"]["mean"]
-    done = kvfs("simulate", mooncake, "--ram", "5%", "--policy", "lru,opt")
-    assert done.returncode == 0
-    assert "1,000 requests in" in done.stdout
-    assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["lru", "opt"]
-
-
-def test_pictures(mooncake: Path, tmp_path: Path) -> None:
-    """All of them, of all policies; they say where they are."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install kvfs[plots]")
-    done = kvfs("simulate", mooncake, "--ram", "5%", "--policy", "lru,opt", "--plot", tmp_path / "new" / "pictures")
-    assert done.returncode == 0, done.stderr
-    names = {
-        "hit-rate-over-time", "hits-of-requests", "where-hits-end", "chunk-reuse", "request-length", "reuse-distance",
-        "capacity",
-    }  # fmt: skip
-    pictures = [*(tmp_path / "new" / "pictures").iterdir()]
-    assert {path.name for path in pictures} == {f"{name}.png" for name in names}
-    for path in pictures:
-        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-        assert str(path) in done.stderr
-    done = kvfs("simulate", mooncake, "--ram", "5%", "--policy", "lru", "--plot", mooncake)
-    assert done.returncode == 2
-    assert "cannot write to" in done.stderr
-
-
-def test_distances_between_uses() -> None:
-    """By counting the different chunks between, one by one."""
-    plot = pytest.importorskip("kvfs.tools.simulate.plot", reason="needs matplotlib", exc_type=UsageError)
-    trace = chats(9, 60)
-    flat = [chunk for request in trace.requests for chunk in request.chunks]
-    distances = []
-    for place, chunk in enumerate(flat):
-        before = next((other for other in range(place - 1, -1, -1) if flat[other] == chunk), None)
-        if before is not None:
-            distances.append(len(set(flat[before + 1 : place])))
-    for most, number in plot._cumulated_distances(trace):
-        assert number == sum(distance < most for distance in distances)
-
-
-def test_without_matplotlib_plot_says_what_to_install(mooncake: Path, tmp_path: Path) -> None:
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('no')")
-    done = subprocess.run(
-        [sys.executable, "-m", "kvfs.tools.cli", "simulate", mooncake, "--ram", "5%", "--plot", tmp_path / "x"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "kvfs: --plot draws with matplotlib: pip install 'kvfs[plots]', or pip install matplotlib\n"
-    assert not (tmp_path / "x").exists()
-
-
-def test_help_teaches_by_example() -> None:
-    done = kvfs("simulate", "--help")
-    assert done.returncode == 0
-    assert "kvfs simulate conversation.jsonl.gz --ram 5%" in done.stdout
-    assert all(name in done.stdout for name in NAMES)
-    assert max(map(len, done.stdout.splitlines())) <= 80
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--ram", "5%", "--policy", "lruu"], "there is no policy 'lruu'"),
-        (["--ram", "5"], "--ram is 5 B: it holds at least a chunk"),
-        (["--ram", "200%"], "200% is no share of a trace"),
-        (["--ram", "5%", "--policy", "lruu"], "lfu-ttl, cost, fifo, opt, or package.module:Class"),
-        (["--ram", "5%", "--policy", " , "], "--policy names none: it is one or more"),
-        (["--ram", "5%", "--prefill-rate", "0"], "--prefill-rate is a number of tokens above 0"),
-        (["--ram", "5%", "--prefill-rate", "nan"], "--prefill-rate is a number of tokens above 0"),
-        (["--ram", "5%", "--prefill-rate", "inf"], "--prefill-rate is a number of tokens above 0"),
-        (["--ram", "5%", "--bytes-per-token", "0"], "--bytes-per-token is between 1 and"),
-        (["--ram", "5%", "--bytes-per-token", "99999999999999999999"], "--bytes-per-token is between 1 and"),
-        (["--ram", "5%", "--tokens-per-chunk", "0"], "--tokens-per-chunk is between 1 and"),
-        (["--ram", "5%", "--session-gap", "5"], "--session-gap: '5' is not a duration"),
-        (["--ram", "5%", "--tokens-per-chunk", "700"], "is no multiple of the blocks"),
-    ],
-)
-def test_mistakes_are_told_in_one_sentence(arguments: list[str], said: str, mooncake: Path) -> None:
-    done = kvfs("simulate", mooncake, *arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-CARELESS = """
-from kvfs.policies.lru import LeafFirstLRU
-
-
-class Foreign(LeafFirstLRU):
-    def __init__(self, clock):
-        super().__init__()
-
-    def victims(self, may_go):
-        return iter([object()])
-
-
-class Gone(Foreign):
-    def victims(self, may_go):
-        self.seen = getattr(self, "seen", None) or [*super(Foreign, self).victims(may_go)]
-        return iter(self.seen)
-
-
-class Raises(Foreign):
-    def touch(self, prefix):
-        raise ZeroDivisionError("oh")
-"""
-
-
-@pytest.mark.parametrize("name", ["Foreign", "Gone", "Raises"])
-def test_a_careless_policy_ends_with_one_sentence(name: str, mooncake: Path, tmp_path: Path) -> None:
-    (tmp_path / "careless.py").write_text(CARELESS)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "kvfs.tools.cli", "simulate", mooncake, "--ram", "5%"]
-    done = subprocess.run(
-        [*command, "--policy", f"lru,careless:{name}"], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert re.fullmatch(rf"kvfs: policy 'careless:{name}' failed at request [\d,]+: \w+: .*\n", done.stderr)
-
-
-def test_ctrl_c_while_reading_is_one_sentence(tmp_path: Path) -> None:
-    """The trace is a pipe in which nothing comes."""
-    fifo = tmp_path / "trace"
-    os.mkfifo(fifo)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvfs.tools.cli", "simulate", fifo, "--ram", "5%"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    with fifo.open("wb") as pipe:  # which waits until the command has opened it
-        pipe.flush()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "")
-    assert err == "kvfs: interrupted before a request was played: there is nothing to show\n"
-
-
-SLOW = """
-import pathlib, time
-from kvfs.policies.lru import LeafFirstLRU
-
-
-class Slow(LeafFirstLRU):
-    def __init__(self, clock):
-        super().__init__()
-        self.clock = clock
-
-    def built_on(self, prefix):
-        super().built_on(prefix)
-        if self.clock() >= 50:
-            pathlib.Path(__file__).with_name("is-at-50").touch()
-            time.sleep(1000)
-"""
-
-
-def test_ctrl_c_shows_what_there_is(mooncake: Path, tmp_path: Path) -> None:
-    """While a user's own policy, by its import path, hangs at the request of second 50; another has come to its end."""
-    (tmp_path / "slow.py").write_text(SLOW)
-    command = [sys.executable, "-m", "kvfs.tools.cli", "simulate", mooncake, "--ram", "5%", "--json"]
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(
-        [*command, "--policy", "fifo,slow:Slow,lru"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-    with process:
-        wait_until((tmp_path / "is-at-50").exists, "the policy hangs")
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    first, second = json.loads(out)
-    assert (first["policy"], first["requests"], first["is_partial"]) == ("fifo", 1000, False)
-    assert (second["policy"], second["requests"], second["is_partial"]) == ("slow:Slow", 51, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfs.errors import UsageError
-from kvfs.tools.simulate.replay import Tally
+from kvfs.tools.simulate.tally import Tally
 from kvfs.tools.simulate.traces import Trace
 
 try:
@@ -24,6 +25,16 @@ _NUM_SPANS = 60  # of time, in which a rate is taken
 _NUM_BARS = 40
 Tallies = Mapping[str, Tally]
 Curves = Mapping[str, Sequence[tuple[float, float]]]
+
+
+def check(directory: Path) -> None:
+    """Make the directory, and see that files can be written there. Raises UsageError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write to {directory}: {error.strerror}") from error
 
 
 def draw(directory: Path, trace: Trace, tallies: Tallies, curves: Curves, capacity: float, what: str) -> list[Path]:
@@ -43,7 +54,6 @@ def draw(directory: Path, trace: Trace, tallies: Tallies, curves: Curves, capaci
     }
     written = []
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         for name, draw_on in pictures.items():
             figure = Figure(figsize=(8, 4.8), layout="constrained", dpi=130)
             FigureCanvasAgg(figure)

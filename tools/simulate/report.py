@@ -1,8 +1,8 @@
 """What a replay comes to: hit rates by tier, bytes moved, wear, and what that means for a user who waits.
 
 The times are those of one request alone on one engine: bytes at the bandwidth of the tier they come from, then the
-tokens that were not found at the prefill rate, one after the other. Queues, and loads that overlap with compute, are left
-out; both make good hit rates worth more.
+tokens that were not found at the prefill rate, one after the other. The wait before a request runs is left out, and so are
+loads that overlap with compute; both make good hit rates worth more.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvfs.config import format_size
-from kvfs.tools.simulate.replay import Tally
+from kvfs.tools.simulate.tally import Tally
 from kvfs.tools.simulate.traces import Trace
 
 _DAY_S = 86_400
@@ -29,15 +28,31 @@ class Machine:
     bytes_per_token: int
 
 
+class Unrestricted(msgspec.Struct, frozen=True, kw_only=True):
+    """The same replay where everything is admitted to NVMe; for what these are see `Result`."""
+
+    hit_rate: float
+    token_hit_rate: float
+    written_bytes: int
+    written_bytes_a_day: float | None
+    ttft_s: dict[str, float]
+    input_tokens_s: float
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy on one trace.
+    """One policy on one trace. What does not apply is None.
 
     Attributes:
         requests, references: that were played, and chunks that they asked for.
         hit_rate: found chunks by asked ones; token_hit_rate: the same in tokens, ram_ and nvme_ the parts of it.
         stored_chunks, bypassed_chunks, written_chunks: into RAM; not worth it, or no room; onto NVMe.
         loaded_ram_bytes, loaded_nvme_bytes, written_bytes, written_bytes_a_day: moved.
+        not_admitted_unused, not_admitted_budget: how often a chunk was kept from NVMe, and why.
+        always_admitted: what there would be without that, and what it costs in hits.
+        prefetches_begun, _useful, _wasted, _dropped: chunks; useful were loaded, wasted left RAM before, dropped were not
+            begun in time.
         ttft_s: predicted, mean and quantiles; input_tokens_s: of one engine that is never idle.
+        references_per_s: how fast it was simulated.
         is_partial: it was interrupted.
     """
 
@@ -55,6 +70,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     loaded_nvme_bytes: int
     written_bytes: int | None
     written_bytes_a_day: float | None
+    not_admitted_unused: int | None = None
+    not_admitted_budget: int | None = None
+    always_admitted: Unrestricted | None = None
+    prefetches_begun: int | None = None
+    prefetches_useful: int | None = None
+    prefetches_wasted: int | None = None
+    prefetches_dropped: int | None = None
     ttft_s: dict[str, float]
     input_tokens_s: float
     references_per_s: float
@@ -62,7 +84,15 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def result(
-    policy: str, trace: Trace, tally: Tally, machine: Machine, took_s: float, *, has_nvme: bool, is_optimum: bool
+    policy: str,
+    trace: Trace,
+    tally: Tally,
+    machine: Machine,
+    took_s: float,
+    *,
+    has_nvme: bool,
+    is_optimum: bool,
+    has_prefetch: bool = False,
 ) -> Result:
     """Sum up; of the optimum nobody knows how many bytes it would move."""
     num_requests = len(tally.ram)
@@ -82,13 +112,13 @@ def result(
         )
     tokens = sum(request.tokens for request in played)
     seconds = played[-1].at_s - played[0].at_s if played else 0.0
-    chunk_bytes = per_chunk * machine.bytes_per_token
-    written = tally.num_written * chunk_bytes
+    written = tally.num_written * per_chunk * machine.bytes_per_token
+    counters = tally.counters
     return Result(
         policy=policy,
         requests=num_requests,
         references=references,
-        hit_rate=_share(sum(tally.ram) + sum(tally.nvme), references),
+        hit_rate=_share(tally.num_found, references),
         token_hit_rate=_share(ram_tokens + nvme_tokens, tokens),
         ram_token_hit_rate=_share(ram_tokens, tokens),
         nvme_token_hit_rate=_share(nvme_tokens, tokens),
@@ -99,10 +129,31 @@ def result(
         loaded_nvme_bytes=nvme_tokens * machine.bytes_per_token,
         written_bytes=written if has_nvme and not is_optimum else None,
         written_bytes_a_day=written / seconds * _DAY_S if has_nvme and not is_optimum and seconds else None,
+        prefetches_begun=counters.prefetches_begun if has_prefetch else None,
+        prefetches_useful=counters.prefetches_useful if has_prefetch else None,
+        prefetches_wasted=counters.prefetches_wasted if has_prefetch else None,
+        prefetches_dropped=counters.prefetches_dropped if has_prefetch else None,
         ttft_s=_quantiles(times),
         input_tokens_s=_share(tokens, sum(times)),
         references_per_s=_share(references, took_s),
         is_partial=num_requests < len(trace.requests),
+    )
+
+
+def with_admission(restricted: Result, tally: Tally, always: Result) -> Result:
+    """What a replay with a rule or a budget came to, with the one beside it that admits everything."""
+    return msgspec.structs.replace(
+        restricted,
+        not_admitted_unused=tally.counters.not_admitted_unused,
+        not_admitted_budget=tally.counters.not_admitted_budget,
+        always_admitted=Unrestricted(
+            hit_rate=always.hit_rate,
+            token_hit_rate=always.token_hit_rate,
+            written_bytes=always.written_bytes or 0,
+            written_bytes_a_day=always.written_bytes_a_day,
+            ttft_s=always.ttft_s,
+            input_tokens_s=always.input_tokens_s,
+        ),
     )
 
 
@@ -118,36 +169,3 @@ def _quantiles(times: Sequence[float]) -> dict[str, float]:
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
         found[name] = ordered[min(int(share * len(ordered)), len(ordered) - 1)]
     return found
-
-
-HEADINGS = (
-    "policy",
-    "tokens found",
-    "in RAM",
-    "on NVMe",
-    "loaded",
-    "NVMe writes a day",
-    "TTFT mean",
-    "p99",
-    "input tokens/s",
-)
-
-
-def row(of: Result) -> tuple[str, ...]:
-    """One line of the table for people."""
-    wear = "–" if of.written_bytes_a_day is None else format_size(round(of.written_bytes_a_day))
-    return (
-        of.policy + (" (so far)" if of.is_partial else ""),
-        f"{100 * of.token_hit_rate:.2f} %",
-        f"{100 * of.ram_token_hit_rate:.2f} %",
-        f"{100 * of.nvme_token_hit_rate:.2f} %",
-        format_size(of.loaded_ram_bytes + of.loaded_nvme_bytes),
-        wear,
-        _seconds(of.ttft_s.get("mean")),
-        _seconds(of.ttft_s.get("p99")),
-        f"{of.input_tokens_s:,.0f}",
-    )
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"

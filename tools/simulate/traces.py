@@ -19,9 +19,11 @@ A chunk of the result is a chain of blocks, not a block: equal ids after differe
 from __future__ import annotations
 
 import gzip
+import io
 import itertools
 import json
 import random
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +31,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from kvfs.errors import UsageError
+
+STDIN = Path("-")
+"""Stands for the standard input."""
 
 _MAX_LINE_BYTES = 32 << 20  # sessions of public traces have 4 MiB; what such a line becomes in memory fits anywhere
 _MAX_IDS = 1 << 20  # of a request: a prompt of 16 million tokens, in small blocks
@@ -138,9 +143,9 @@ def read(paths: Sequence[Path], reading: Reading, advance: Callable[[int], None]
 
 
 def _read_file(trace: Trace, source: int, path: Path, reading: Reading, advance: Callable[[int], None]) -> None:
-    with path.open("rb") as raw:
-        is_gzipped = raw.read(2) == b"\x1f\x8b"
-        raw.seek(0)
+    with sys.stdin.buffer if path == STDIN else path.open("rb") as opened:
+        raw = cast("io.BufferedReader", opened)
+        is_gzipped = raw.peek(2)[:2] == b"\x1f\x8b"
         file = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if is_gzipped else raw
         lines = _lines(file, raw, path, advance)
         first = next(lines, None)
@@ -171,9 +176,12 @@ def _read_file(trace: Trace, source: int, path: Path, reading: Reading, advance:
 
 def _lines(file: IO[bytes], raw: IO[bytes], path: Path, advance: Callable[[int], None]) -> Iterator[_Line]:
     before = 0
+    can_tell = raw.seekable()
     for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b""), 1):
-        advance(raw.tell() - before)
-        before = raw.tell()
+        if can_tell:
+            now = raw.tell()
+            advance(now - before)
+            before = now
         place = f"line {number} of {path}"
         if len(line) > _MAX_LINE_BYTES:
             raise UsageError(f"{place} is longer than {_MAX_LINE_BYTES >> 20} MiB")

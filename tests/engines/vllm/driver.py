@@ -43,7 +43,11 @@ class Driver:
         self.llm = LLM(**arguments)
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int = 8, salts: list[str | None] | None = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 8,
+        salts: list[str | None] | None = None,
+        said: dict[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Greedy tokens of prompts given at once, and what vLLM says of each request."""
         from vllm import SamplingParams
@@ -51,7 +55,10 @@ class Driver:
         inputs: list[Any] = []
         for prompt, salt in zip(prompts, salts or [None] * len(prompts), strict=True):
             inputs.append({"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})})
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True)
+        extra = {"kv_transfer_params": {"kvfs": said}} if said is not None else None  # as the OpenAI server does
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True, extra_args=extra
+        )
         begin = time.perf_counter()
         outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
         seconds = time.perf_counter() - begin

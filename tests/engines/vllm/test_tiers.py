@@ -86,3 +86,26 @@ def test_a_slow_tier_is_not_loaded_from_until_it_is_fast_again(
     daemon.slow(0.0)
     wait_until(lambda: cached() == 1024, "it was tried, and believed")
     assert cached() == 1024
+
+
+def test_what_a_request_says_of_its_chain_reaches_the_daemon(
+    engine: Engine, daemon: DaemonProcess, prompt: Prompt
+) -> None:
+    """Behind its stores; of a request that finds all stored too; what is no hint is counted by the engine."""
+    asked = prompt(1100, seed=77)
+
+    def counted(name: str) -> int:
+        found: int = daemon.statistics()["counters"][name]
+        return found
+
+    hints, closed = counted("hints"), counted("hints_closed")
+    expected = engine.run(asked, said={"class": 3, "expect_s": 60})[0]["tokens"]
+    wait_until(lambda: counted("hints") == hints + 1, "the first hint came")
+    assert engine.run(asked, said={"closed": True})[0]["tokens"] == expected
+    wait_until(lambda: counted("hints_closed") == closed + 4, "the chain is closed")
+    assert counted("hints_expect_met") == 1
+    assert engine.run(asked, said={"class": 1000})[0]["tokens"] == expected
+    assert counted("hints") == hints + 2
+    wait_until(lambda: counted("hints_closed_used") == 4, "it was used once more")
+    assert engine.counts()["vllm:kvfs_hints"] == 2
+    assert engine.counts()["vllm:kvfs_hints_invalid"] == 1

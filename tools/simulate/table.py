@@ -1,0 +1,101 @@
+"""The results for people: what was asked, of which tiers, and a line for each policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvfs.config import format_size
+from kvfs.tools.simulate.comparing import Setting
+from kvfs.tools.simulate.report import Result
+from kvfs.tools.words import format_count, format_duration
+
+_MIN_WIDTH = 120
+_NONE = "–"
+
+
+def show(setting: Setting, results: Sequence[Result]) -> None:
+    """Print all of it."""
+    trace, chunk_bytes = setting.trace, setting.chunk_bytes
+    parts = [
+        f"{format_count(len(trace.requests), 'request')} in {format_duration(trace.seconds)}",
+        f"{format_count(trace.num_references, 'chunk')} asked for, {trace.num_chunks:,} different",
+        f"of {trace.tokens_per_chunk} tokens, {format_size(chunk_bytes)} each",
+    ]
+    typer.echo("; ".join(parts))
+    tiers = [f"RAM {format_size(setting.ram_bytes)} = {setting.ram_bytes // chunk_bytes:,} chunks"]
+    if setting.nvme_bytes:
+        tiers.append(f"NVMe {format_size(setting.nvme_bytes)} = {setting.nvme_bytes // chunk_bytes:,} chunks")
+    typer.echo(", ".join(tiers))
+    _print([{"policy": _name(found), **_found(found)} for found in results])
+    restricted = [found for found in results if found.always_admitted is not None]
+    if restricted:
+        typer.echo("\nadmission: what it saves NVMe, and what that costs")
+        _print([{"policy": _name(found), **_admission(found)} for found in restricted])
+    prefetching = [found for found in results if found.prefetches_begun is not None]
+    if prefetching:
+        typer.echo("\nchunks prefetched while requests waited")
+        _print([{"policy": _name(found), **_prefetching(found)} for found in prefetching])
+
+
+def _print(rows: Sequence[dict[str, str]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in rows[0]:
+        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
+    Console(width=max(Console().width, _MIN_WIDTH)).print(table)
+
+
+def _name(of: Result) -> str:
+    return of.policy + (" (so far)" if of.is_partial else "")
+
+
+def _found(of: Result) -> dict[str, str]:
+    return {
+        "tokens found": _percent(of.token_hit_rate),
+        "in RAM": _percent(of.ram_token_hit_rate),
+        "on NVMe": _percent(of.nvme_token_hit_rate),
+        "loaded": format_size(of.loaded_ram_bytes + of.loaded_nvme_bytes),
+        "NVMe writes a day": _size(of.written_bytes_a_day),
+        "TTFT mean": _seconds(of.ttft_s.get("mean")),
+        "p99": _seconds(of.ttft_s.get("p99")),
+        "input tokens/s": f"{of.input_tokens_s:,.0f}",
+    }
+
+
+def _admission(of: Result) -> dict[str, str]:
+    always = of.always_admitted
+    assert always is not None
+    return {
+        "tokens found without it": _percent(always.token_hit_rate),
+        "with it": _percent(of.token_hit_rate),
+        "price in points": f"{100 * (always.token_hit_rate - of.token_hit_rate):.2f}",
+        "NVMe writes a day without it": _size(always.written_bytes_a_day),
+        "with": _size(of.written_bytes_a_day),
+        "TTFT mean without": _seconds(always.ttft_s.get("mean")),
+    }
+
+
+def _prefetching(of: Result) -> dict[str, str]:
+    return {
+        "begun": f"{of.prefetches_begun:,}",
+        "useful": f"{of.prefetches_useful:,}",
+        "wasted": f"{of.prefetches_wasted:,}",
+        "not begun in time": f"{of.prefetches_dropped:,}",
+    }
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def _size(num_bytes: float | None) -> str:
+    return _NONE if num_bytes is None else format_size(round(num_bytes))
+
+
+def _seconds(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
