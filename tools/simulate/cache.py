@@ -30,7 +30,8 @@ class Cache:
     """Both tiers, and every chunk of the trace that was ever stored.
 
     `nvme_bytes` of 0 makes it a RAM cache, `admission` None writes everything to NVMe. Without `has_ghosts` no uses are
-    remembered of what went, which is right for policies that do not look at them, and faster.
+    remembered of what went, which is right for policies that do not look at them, and faster. With `has_tree` the prefix
+    tree of the store is kept, in which reading ahead finds what a chain goes on with.
 
     Attributes: ram, nvme; counters: of prefetches and admission; now_s: the time of the trace.
     """
@@ -46,6 +47,7 @@ class Cache:
         *,
         has_ghosts: bool = True,
         admission: Admission | None = None,
+        has_tree: bool = False,
     ) -> None:
         self.now_s = 0.0
         self.ram = RamTier(NoBytes(ram_bytes), make_policy(self.clock))
@@ -54,6 +56,7 @@ class Cache:
         self._tally = tally
         self._trace = trace
         self._admission = admission if self.nvme is not None else None
+        self._has_tree = has_tree
         self._kept_back: set[Chunk] = set()  # in RAM only, since they were not admitted; they may be evicted from there
         self._ghosts = Ghosts()
         self._has_ghosts = has_ghosts or self._admission is not None
@@ -150,6 +153,8 @@ class Cache:
         chunk.table.chunks[chunk.key] = chunk
         if chunk.position:
             self._num_below[self._trace.parents[chunk.inode]] += 1
+        if self._has_tree:
+            chunk.table.prefixes.add(chunk)
         self.ram.place(chunk, offset)
 
     def bypass(self, chunk: Chunk, behind: Sequence[int]) -> None:
@@ -228,6 +233,8 @@ class Cache:
         """A chunk goes from everywhere."""
         del chunk.table.chunks[chunk.key]
         chunk.is_removed = True
+        if self._has_tree:
+            chunk.table.prefixes.remove(chunk)
         if chunk.position:
             self._num_below[self._trace.parents[chunk.inode]] -= 1
         if self._num_below[chunk.inode]:

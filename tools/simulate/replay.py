@@ -2,7 +2,7 @@
 
 A request matches the longest stored prefix of its chunks, loads it (bringing what is on NVMe only into RAM), and stores
 the rest as far as there is room; write-behind follows at once. What is left out is time: everything of a request
-happens at the moment at which it came (for one that waits first see `waiting`), and nothing fails.
+happens at the moment at which it came (see `timed` for more), and nothing fails.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ class Replay:
         *,
         has_ghosts: bool = True,
         admission: Admission | None = None,
+        has_tree: bool = False,
     ) -> None:
         self.tally = tally
         self.cache = Cache(
-            trace, make_policy, bytes_per_token, ram_bytes, nvme_bytes, tally, has_ghosts=has_ghosts, admission=admission
+            trace, make_policy, bytes_per_token, ram_bytes, nvme_bytes, tally, has_ghosts=has_ghosts, admission=admission,
+            has_tree=has_tree,
         )  # fmt: skip
 
     def request(self, request: Request) -> None:
@@ -55,12 +57,16 @@ class Replay:
             self.cache.demote(chunk)
             self.cache.demote_below(chunk)
 
-    def load(self, found: list[Chunk]) -> list[Chunk]:
-        """Load a prefix that is stored; returns what of it was on NVMe only."""
+    def load(self, found: list[Chunk]) -> None:
+        """Load a prefix that is stored."""
+        num_cold = len(self.bring(found))
+        self.tally.ram.append(len(found) - num_cold)
+        self.tally.nvme.append(num_cold)
+
+    def bring(self, found: list[Chunk]) -> list[Chunk]:
+        """The chunks of a chain are loaded; returns those that were on NVMe only."""
         cache = self.cache
         cold = [chunk for chunk in found if chunk.ram == NOWHERE]
-        self.tally.ram.append(len(found) - len(cold))
-        self.tally.nvme.append(len(cold))
         if cold:
             cache.lease_all(found)
             for chunk in cold:
