@@ -115,8 +115,8 @@ class Cache:
         """Have as many as the store would; called before something is stored."""
         self._ghosts.limit = max(MAX_GHOSTS, GHOSTS_A_CHUNK * len((self.nvme or self.ram).policy))
 
-    def recalled(self, number: int, above: Chunk | None) -> tuple[Chunk, bool]:
-        """A chunk that is about to be stored, with the uses that its ghost has, and whether it has one."""
+    def new_chunk(self, number: int, above: Chunk | None) -> Chunk:
+        """A chunk that is about to be stored, if there is room."""
         chunk = self._chunks[number]
         if chunk is None:
             trace = self._trace
@@ -126,13 +126,17 @@ class Cache:
             chunk = Chunk(table, self._keys[number], parent, position, trace.tokens_per_chunk, 0, number)
             chunk.is_removed = True
             self._chunks[number] = chunk
+        return chunk
+
+    def recall(self, chunk: Chunk) -> bool:
+        """A chunk is stored: it goes on with the uses that its ghost has. Returns whether it has one."""
         ghost = self._ghosts.pop(chunk.table.directory, chunk.key) if self._has_ghosts else None
         if ghost is None:
             chunk.hits = chunk.returns = 0
-            return chunk, False
+            return False
         chunk.hits = ghost.hits
         chunk.returns = ghost.returns + 1
-        return chunk, True
+        return True
 
     def reserve(self, length: int, above: Chunk | None = None, spared: Collection[Chunk] = ()) -> int | None:
         """An extent in RAM, making room if need be. In a RAM cache none goes that the new chunk would be built on.
@@ -164,7 +168,7 @@ class Cache:
         for number in behind:
             known = self._chunks[number]
             if known is None or known.is_removed:
-                above, _ = self.recalled(number, above)
+                above = self.new_chunk(number, above)
                 self._remember_bypassed(above)
             else:
                 above = known
@@ -172,6 +176,7 @@ class Cache:
     def _remember_bypassed(self, chunk: Chunk) -> None:
         self._tally.num_bypassed += 1
         if self.nvme is None:
+            self.recall(chunk)
             self.ram.policy.bypassed(chunk)
             if self._has_ghosts:
                 self._ghosts.add(chunk.table.directory, chunk.key, Ghost(0, BYPASSED, chunk.hits, chunk.returns))

@@ -16,7 +16,7 @@ from kvfs.tools.simulate.cache import Cache, MakePolicy
 from kvfs.tools.simulate.tally import Tally
 from kvfs.tools.simulate.traces import Request, Trace
 
-_GROUP = 64  # chunks that write-behind takes at once
+_GROUP = 64  # chunks that an engine stores at once
 
 
 class Replay:
@@ -84,44 +84,57 @@ class Replay:
         return cold
 
     def store(self, prefix: list[Chunk], numbers: Sequence[int]) -> None:
-        """Store what is missing behind a prefix, from its head on."""
+        """Store what is missing behind a prefix, from its head on, a group at a time.
+
+        As in the store, a group has room for all of it before any of it is visible, so none of it goes for the rest.
+        """
         cache = self.cache
         cache.trim_ghosts()
-        nvme, get, recalled, reserve, put = cache.nvme, cache.get, cache.recalled, cache.reserve, cache.place
-        new: list[Chunk] = []  # to be written
+        nvme = cache.nvme
         kept: list[Chunk] = []  # not to be written; leased, since what is new does not go for what follows it
-        num_stored = 0
-        above = prefix[-1] if prefix else None
-        for place, number in enumerate(numbers[len(prefix) :], len(prefix)):
-            chunk = get(number)
-            if chunk is not None:  # what it is built on went, and comes back
+        for begin in range(len(prefix), len(numbers), _GROUP):
+            reserved, refused = self._reserve(prefix, numbers[begin : begin + _GROUP])
+            new: list[Chunk] = []  # to be written
+            for chunk, offset in reserved:
+                if offset >= 0:
+                    has_been_here = cache.recall(chunk)
+                    cache.place(chunk, offset)
+                    self.tally.num_stored += 1
+                    if nvme is not None:
+                        if cache.is_admitted(chunk, is_used=has_been_here):
+                            new.append(chunk)
+                        else:
+                            chunk.leases += 1
+                            kept.append(chunk)
                 prefix.append(chunk)
-                above = chunk
-                continue
-            chunk, has_been_here = recalled(number, above)
-            offset = reserve(chunk.length, above)
-            if offset is None:
-                cache.bypass(chunk, numbers[place + 1 :])
-                break
-            put(chunk, offset)
-            prefix.append(chunk)
-            num_stored += 1
-            above = chunk
+            cache.ram.policy.built_on(prefix)
             if nvme is not None:
-                if cache.is_admitted(chunk, is_used=has_been_here):
-                    new.append(chunk)
-                    if len(new) == _GROUP:
-                        cache.write(new, prefix)
-                        new.clear()
-                else:
-                    chunk.leases += 1
-                    kept.append(chunk)
-        self.tally.num_stored += num_stored
-        cache.ram.policy.built_on(prefix)
-        if nvme is not None:
-            cache.write(new, prefix)
-            nvme.policy.built_on(prefix)
-            cache.release_all(kept)
+                cache.write(new, prefix)
+                nvme.policy.built_on(prefix)
+            if refused is not None:
+                cache.bypass(refused, numbers[len(prefix) + 1 :])
+                break
+        cache.release_all(kept)
+
+    def _reserve(self, prefix: Sequence[Chunk], numbers: Sequence[int]) -> tuple[list[tuple[Chunk, int]], Chunk | None]:
+        """The chunks of a group, each with its extent in RAM, or -1 if it is there; and the first that there is no room for."""
+        cache = self.cache
+        reserved: list[tuple[Chunk, int]] = []
+        above = visible = prefix[-1] if prefix else None
+        for number in numbers:
+            chunk = cache.get(number)
+            if chunk is not None:  # what it is built on went, and comes back
+                reserved.append((chunk, -1))
+                above = visible = chunk
+                continue
+            chunk = cache.new_chunk(number, above)
+            offset = cache.reserve(chunk.length, visible)
+            if offset is None:
+                return reserved, chunk
+            reserved.append((chunk, offset))
+            above = chunk
+            visible = None
+        return reserved, None
 
 
 def ends(trace: Trace) -> array[int]:
