@@ -59,10 +59,13 @@ def replay_of(
     *,
     has_ghosts: bool = True,
     admission: Admission | None = None,
+    has_tree: bool = False,
 ) -> Replay:
     """A replay that nothing was played to yet."""
-    sizes = num_ram * CHUNK_BYTES, num_nvme * CHUNK_BYTES
-    return Replay(trace, maker(policy), BYTES_PER_TOKEN, *sizes, Tally(), has_ghosts=has_ghosts, admission=admission)
+    return Replay(
+        trace, maker(policy), BYTES_PER_TOKEN, num_ram * CHUNK_BYTES, num_nvme * CHUNK_BYTES, Tally(),
+        has_ghosts=has_ghosts, admission=admission, has_tree=has_tree,
+    )  # fmt: skip
 
 
 def play(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -108,6 +109,17 @@ def test_help_teaches_by_example() -> None:
         (["--ram", "5%", "--tokens-per-chunk", "0"], "--tokens-per-chunk is between 1 and"),
         (["--ram", "5%", "--session-gap", "5"], "--session-gap: '5' is not a duration"),
         (["--ram", "5%", "--tokens-per-chunk", "700"], "is no multiple of the blocks"),
+        (["--ram", "5%", "--bytes-per-token", "99999999"], "a chunk of 512 tokens of 95.4 MiB cannot be"),
+        (["--ram", "5%", "--nvme", "many"], "--nvme: 'many' is not a size"),
+        (["--ram", "5%", "--nvme", "20%", "--admission", "never"], "--admission is always or second-use, not 'never'"),
+        (["--ram", "5%", "--admission", "second-use"], "say what is written to NVMe: give --nvme too"),
+        (["--ram", "5%", "--write-budget", "1GiB"], "say what is written to NVMe: give --nvme too"),
+        (["--ram", "5%", "--nvme", "20%", "--write-budget", "5"], "--write-budget lies between 1.0 MiB and 1.0 PiB"),
+        (["--ram", "5%", "--queue-time", "2s"], "what is prefetched comes from NVMe"),
+        (["--ram", "5%", "--load-chunks", "2"], "what is prefetched comes from NVMe"),
+        (["--ram", "5%", "--nvme", "20%", "--load-chunks", "-2"], "--load-chunks is a number of chunks above 0"),
+        (["--ram", "5%", "--nvme", "20%", "--queue-time", "2d"], "--queue-time is at most 1d"),
+        (["--ram", "5%", "--nvme-bandwidth", "0"], "--nvme-bandwidth is above 0"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(arguments: list[str], said: str, mooncake: Path) -> None:
@@ -116,6 +128,37 @@ def test_mistakes_are_told_in_one_sentence(arguments: list[str], said: str, moon
     assert done.stdout == ""
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("is_gzipped", [False, True])
+def test_a_trace_comes_through_a_pipe(is_gzipped: bool, mooncake: Path) -> None:
+    """As -, plain or gzipped, it is what it is as a file; one that is empty or broken is told as a file would be."""
+    raw = gzip.compress(mooncake.read_bytes()) if is_gzipped else mooncake.read_bytes()
+    command = [sys.executable, "-m", "kvfs.tools.cli", "simulate", "-", "--ram", "5%", "--policy", "lru", "--json"]
+    whole = json.loads(kvfs("simulate", mooncake, "--ram", "5%", "--policy", "lru", "--json").stdout)
+    done = subprocess.run(command, input=raw, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert json.loads(done.stdout)[0]["hit_rate"] == whole[0]["hit_rate"]
+    done = subprocess.run(command, input=b"", capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, b"", b"kvfs: the standard input is empty\n")
+
+
+def test_where_pictures_cannot_be_written_nothing_is_simulated(mooncake: Path) -> None:
+    """Also as root, for whom no directory is closed; found out before anything takes time."""
+    done = kvfs("simulate", mooncake, "--ram", "5%", "--json", "--plot", "/proc/pictures")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kvfs: cannot write to /proc/pictures: ")
+
+
+def test_one_request_of_one_chunk(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"timestamp": 7, "input_length": 512, "hash_ids": [1]}\n')
+    done = kvfs("simulate", file, "--ram", "100%", "--nvme", "100%", "--admission", "second-use", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    for found in json.loads(done.stdout):
+        assert (found["requests"], found["hit_rate"], found["written_bytes_a_day"]) == (1, 0.0, None)
+    shown = kvfs("simulate", file, "--ram", "100%", "--nvme", "100%", "--admission", "second-use")
+    assert (shown.returncode, shown.stderr) == (0, "")
 
 
 def test_ctrl_c_while_reading_is_one_sentence(tmp_path: Path) -> None:

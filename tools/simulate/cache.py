@@ -31,7 +31,8 @@ class Cache:
     """Both tiers, and every chunk of the trace that was ever stored.
 
     `nvme_bytes` of 0 makes it a RAM cache, `admission` None writes everything to NVMe. Without `has_ghosts` no uses are
-    remembered of what went, which is right for policies that do not look at them, and faster.
+    remembered of what went, which is right for policies that do not look at them, and faster. With `has_tree` the prefix
+    tree of the store is kept, in which reading ahead finds what a chain goes on with.
 
     Attributes: ram, nvme; counters: of prefetches, admission and hints; now_s: the time of the trace; hints.
     """
@@ -47,6 +48,7 @@ class Cache:
         *,
         has_ghosts: bool = True,
         admission: Admission | None = None,
+        has_tree: bool = False,
     ) -> None:
         self.now_s = 0.0
         self.ram = RamTier(NoBytes(ram_bytes), make_policy(self.clock))
@@ -57,6 +59,7 @@ class Cache:
         self._tally = tally
         self._trace = trace
         self._admission = admission if self.nvme is not None else None
+        self._has_tree = has_tree
         self._kept_back: set[Chunk] = set()  # in RAM only, since they were not admitted; they may be evicted from there
         self._ghosts = Ghosts()
         self._has_ghosts = has_ghosts or self._admission is not None
@@ -120,8 +123,8 @@ class Cache:
         """Have as many as the store would; called before something is stored."""
         self._ghosts.limit = max(MAX_GHOSTS, GHOSTS_A_CHUNK * len((self.nvme or self.ram).policy))
 
-    def recalled(self, number: int, above: Chunk | None) -> tuple[Chunk, bool]:
-        """A chunk that is about to be stored, with the uses that its ghost has, and whether it has one."""
+    def new_chunk(self, number: int, above: Chunk | None) -> Chunk:
+        """A chunk that is about to be stored, if there is room."""
         chunk = self._chunks[number]
         if chunk is None:
             trace = self._trace
@@ -131,14 +134,18 @@ class Cache:
             chunk = Chunk(table, self._keys[number], parent, position, trace.tokens_per_chunk, 0, number)
             chunk.is_removed = True
             self._chunks[number] = chunk
+        return chunk
+
+    def recall(self, chunk: Chunk) -> bool:
+        """A chunk is stored: it goes on with the uses that its ghost has. Returns whether it has one."""
         chunk.hint = None
         ghost = self._ghosts.pop(chunk.table.directory, chunk.key) if self._has_ghosts else None
         if ghost is None:
             chunk.hits = chunk.returns = 0
-            return chunk, False
+            return False
         chunk.hits = ghost.hits
         chunk.returns = ghost.returns + 1
-        return chunk, True
+        return True
 
     def reserve(self, length: int, above: Chunk | None = None, spared: Collection[Chunk] = ()) -> int | None:
         """An extent in RAM, making room if need be. In a RAM cache none goes that the new chunk would be built on.
@@ -159,6 +166,8 @@ class Cache:
         chunk.table.chunks[chunk.key] = chunk
         if chunk.position:
             self._num_below[self._trace.parents[chunk.inode]] += 1
+        if self._has_tree:
+            chunk.table.prefixes.add(chunk)
         self.ram.place(chunk, offset)
 
     def bypass(self, chunk: Chunk, behind: Sequence[int]) -> None:
@@ -168,7 +177,7 @@ class Cache:
         for number in behind:
             known = self._chunks[number]
             if known is None or known.is_removed:
-                above, _ = self.recalled(number, above)
+                above = self.new_chunk(number, above)
                 self._remember_bypassed(above)
             else:
                 above = known
@@ -176,6 +185,7 @@ class Cache:
     def _remember_bypassed(self, chunk: Chunk) -> None:
         self._tally.num_bypassed += 1
         if self.nvme is None:
+            self.recall(chunk)
             self.ram.policy.bypassed(chunk)
             if self._has_ghosts:
                 self._ghosts.add(chunk.table.directory, chunk.key, Ghost(0, BYPASSED, chunk.hits, chunk.returns))
@@ -237,6 +247,8 @@ class Cache:
         """A chunk goes from everywhere."""
         del chunk.table.chunks[chunk.key]
         chunk.is_removed = True
+        if self._has_tree:
+            chunk.table.prefixes.remove(chunk)
         if chunk.position:
             self._num_below[self._trace.parents[chunk.inode]] -= 1
         if self._num_below[chunk.inode]:

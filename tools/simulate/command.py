@@ -4,29 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import inf
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from kvfs.admission import Rule
-from kvfs.chunk import geometry
-from kvfs.config import MAX_TIER_BYTES, MIN_TIER_BYTES, format_size, parse_size
 from kvfs.durations import parse_duration
 from kvfs.errors import UsageError
 from kvfs.policies import named
 from kvfs.tools.cli import EXIT_INTERRUPTED
 from kvfs.tools.simulate import hints as hinting
-from kvfs.tools.simulate import table
-from kvfs.tools.simulate.cache import MakePolicy
-from kvfs.tools.simulate.comparing import OPTIMUM, Comparison, Setting
+from kvfs.tools.simulate import options, table
+from kvfs.tools.simulate.comparing import OPTIMUM, Comparison
 from kvfs.tools.simulate.report import Machine
-from kvfs.tools.simulate.sizes import DEFAULT_BYTES_PER_TOKEN, bytes_per_token, tier_bytes
-from kvfs.tools.simulate.stand_ins import namespace_of
+from kvfs.tools.simulate.sizes import DEFAULT_BYTES_PER_TOKEN, bytes_per_token
 from kvfs.tools.simulate.traces import STDIN, Reading, Trace, read
 from kvfs.tools.words import format_count
 
@@ -68,8 +62,6 @@ no prefix; - is the standard input. Each block counts as a whole one.
 
 Flag = typer.Option
 _STEP = 64  # requests between two looks at the bar
-_MAX_BYTES_PER_TOKEN = 1 << 28
-_MAX_TOKENS_PER_CHUNK = 1 << 16
 
 
 def simulate(
@@ -109,7 +101,10 @@ def simulate(
     seed: Annotated[int, Flag(metavar="N", help="Of that chance.")] = 0,
     ram_bandwidth: Annotated[str, Flag(metavar="SIZE", help="Bytes a second out of RAM.")] = "20GiB",
     nvme_bandwidth: Annotated[str, Flag(metavar="SIZE", help="Bytes a second from NVMe.")] = "5GiB",
-    prefill_rate: Annotated[float, Flag(metavar="TOKENS", help="Tokens a second that the engine computes.")] = 10_000.0,
+    prefill_rate: Annotated[
+        float,
+        Flag(metavar="TOKENS", help="Tokens a second that the engine computes; 10,000 are an 8B model on a large GPU."),
+    ] = 10_000.0,
     admission: Annotated[
         str, Flag(metavar="always|second-use", help="Which chunks are written to NVMe, as for kvfs mount.")
     ] = "always",
@@ -122,6 +117,14 @@ def simulate(
             metavar="TIME", help="A request waits so long, its chunks are prefetched meanwhile. Not part of the TTFT."
         ),
     ] = "0s",
+    load_chunks: Annotated[
+        int,
+        Flag(
+            metavar="N",
+            show_default="all of a prompt",
+            help="Chunks that an engine loads at a time; what follows is read ahead meanwhile.",
+        ),
+    ] = 0,
     hints: Annotated[
         str | None,
         Flag(
@@ -139,13 +142,16 @@ def simulate(
     Policies, tiers, admission and prefetching are those of `kvfs mount`, their very code. Times are predicted for one request
     alone: bytes at the bandwidth of their tier, then the rest of the prompt at the prefill rate. Ctrl-C shows what there is so far.
     """
-    makers = _policies(policy)
-    _check_numbers(prefill_rate, bytes_a_token, tokens_per_chunk)
-    rule, budget_bytes = _admission(admission, write_budget, nvme)
-    queue_time_s = _queue_time(queue_time, nvme)
+    makers = options.policies(policy)
+    options.check_numbers(prefill_rate, bytes_a_token, tokens_per_chunk)
+    rule, budget_bytes = options.admission(admission, write_budget, nvme)
+    pace = options.pace(queue_time, load_chunks, nvme)
     given = hinting.parse(hints) if hints is not None else frozenset()
     per_token = bytes_a_token or (bytes_per_token(Path(model)) if model is not None else DEFAULT_BYTES_PER_TOKEN)
-    bandwidths = _above_zero("--ram-bandwidth", ram_bandwidth), _above_zero("--nvme-bandwidth", nvme_bandwidth)
+    bandwidths = (
+        options.bandwidth("--ram-bandwidth", ram_bandwidth),
+        options.bandwidth("--nvme-bandwidth", nvme_bandwidth),
+    )
     machine = Machine(*bandwidths, prefill_rate, per_token)
     reading = Reading(tokens_per_chunk, parse_duration(session_gap, "--session-gap"), seed)
     draw = _drawing(Path(plot)) if plot is not None else None
@@ -157,7 +163,7 @@ def simulate(
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             trace = _read([Path(name) for name in traces], reading, bar)
-            setting = _setting(trace, machine, ram, nvme, rule, budget_bytes, queue_time_s, given)
+            setting = options.setting(trace, machine, ram, nvme, rule, budget_bytes, pace, given)
             comparison = Comparison(setting, makers, _watching(bar, len(trace.requests)))
             comparison.run()
             if draw is not None:
@@ -192,46 +198,6 @@ def _drawing(directory: Path) -> Callable[..., list[Path]]:
     return partial(plot.draw, directory)
 
 
-def _policies(text: str) -> dict[str, MakePolicy | None]:
-    """The policies to compare, each once, and what makes them; None makes the optimum. Raises UsageError."""
-    names = [*dict.fromkeys(name for part in text.split(",") if (name := part.strip()))]
-    choices = f"{', '.join(named.NAMES)}, {OPTIMUM}, or package.module:Class"
-    if not names:
-        raise UsageError(f"--policy names none: it is one or more, with commas between them, of {choices}")
-    for name in names:
-        if ":" not in name and name not in (*named.NAMES, OPTIMUM):
-            raise UsageError(f"there is no policy {name!r}: it must be one of {choices}")
-    return {name: None if name == OPTIMUM else named.maker(name) for name in names}
-
-
-def _check_numbers(prefill_rate: float, bytes_a_token: int | None, tokens_per_chunk: int | None) -> None:
-    if not 0 < prefill_rate < inf:
-        raise UsageError("--prefill-rate is a number of tokens above 0")
-    if bytes_a_token is not None and not 0 < bytes_a_token <= _MAX_BYTES_PER_TOKEN:
-        raise UsageError(f"--bytes-per-token is between 1 and {_MAX_BYTES_PER_TOKEN:,}")
-    if tokens_per_chunk is not None and not 0 < tokens_per_chunk <= _MAX_TOKENS_PER_CHUNK:
-        raise UsageError(f"--tokens-per-chunk is between 1 and {_MAX_TOKENS_PER_CHUNK:,}")
-
-
-def _admission(text: str, write_budget: str | None, nvme: str | None) -> tuple[Rule, int | None]:
-    rule: Rule | None = next((rule for rule in get_args(Rule) if rule == text), None)
-    if rule is None:
-        raise UsageError(f"--admission is {' or '.join(get_args(Rule))}, not {text!r}")
-    budget_bytes = None if write_budget is None else parse_size(write_budget)
-    if budget_bytes is not None and not MIN_TIER_BYTES <= budget_bytes <= MAX_TIER_BYTES:
-        raise UsageError(f"--write-budget lies between {format_size(MIN_TIER_BYTES)} and {format_size(MAX_TIER_BYTES)}")
-    if nvme is None and (rule != "always" or budget_bytes is not None):
-        raise UsageError("--admission and --write-budget say what is written to NVMe: give --nvme too")
-    return rule, budget_bytes
-
-
-def _queue_time(text: str, nvme: str | None) -> float:
-    seconds = parse_duration(text, "--queue-time")
-    if seconds and nvme is None:
-        raise UsageError("what waits is prefetched from NVMe: with --queue-time give --nvme too")
-    return seconds
-
-
 def _watching(bar: Progress, num_requests: int) -> Callable[[str, Iterator[None]], Iterator[None]]:
     """A bar for each replay."""
 
@@ -248,13 +214,6 @@ def _watching(bar: Progress, num_requests: int) -> Callable[[str, Iterator[None]
     return watch
 
 
-def _above_zero(name: str, text: str) -> int:
-    size = parse_size(text)
-    if not size:
-        raise UsageError(f"{name} is above 0")
-    return size
-
-
 def _read(paths: list[Path], reading: Reading, bar: Progress) -> Trace:
     try:
         total = sum(path.stat().st_size for path in paths if path != STDIN)
@@ -264,28 +223,3 @@ def _read(paths: list[Path], reading: Reading, bar: Progress) -> Trace:
     trace = read(paths, reading, lambda amount: bar.advance(task, amount))
     bar.remove_task(task)
     return trace
-
-
-def _setting(
-    trace: Trace,
-    machine: Machine,
-    ram: str,
-    nvme: str | None,
-    rule: Rule,
-    budget_bytes: int | None,
-    queue_time_s: float,
-    given: frozenset[str],
-) -> Setting:
-    namespace = namespace_of(0, trace.tokens_per_chunk, machine.bytes_per_token)
-    chunk_bytes = geometry(namespace, trace.tokens_per_chunk).file_bytes
-    sizes = {}
-    for name, text in (("ram", ram), ("nvme", nvme)):
-        sizes[name] = size = tier_bytes(text, trace.num_chunks, chunk_bytes) if text is not None else 0
-        if text is not None and not chunk_bytes <= size <= MAX_TIER_BYTES:
-            raise UsageError(
-                f"--{name} is {format_size(size)}: it holds at least a chunk, {format_size(chunk_bytes)} here, and at most "
-                f"{format_size(MAX_TIER_BYTES)}"
-            )
-    return Setting(
-        trace, machine, sizes["ram"], sizes["nvme"], chunk_bytes, rule, budget_bytes, queue_time_s, given
-    )  # fmt: skip

@@ -17,8 +17,8 @@ from kvfs.tools.simulate.hints import give
 from kvfs.tools.simulate.replay import Replay
 from kvfs.tools.simulate.report import Machine, Result
 from kvfs.tools.simulate.tally import Tally
+from kvfs.tools.simulate.timed import AT_ONCE, Pace, Timed
 from kvfs.tools.simulate.traces import Trace
-from kvfs.tools.simulate.waiting import Waiting
 
 OPTIMUM = "opt"
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the curves
@@ -34,7 +34,7 @@ class Setting:
     Attributes:
         ram_bytes, nvme_bytes (0: a RAM cache), chunk_bytes.
         rule, budget_bytes: of admission to NVMe, see `Admission`.
-        queue_time_s: that each request waits before it runs, and its chunks are prefetched in.
+        pace: how the engine asks, and so what is prefetched.
         hints: what the policy is told, see `hints`.
     """
 
@@ -45,7 +45,7 @@ class Setting:
     chunk_bytes: int
     rule: Rule = "always"
     budget_bytes: int | None = None
-    queue_time_s: float = 0.0
+    pace: Pace = AT_ONCE
     hints: frozenset[str] = frozenset()
 
     @property
@@ -131,17 +131,19 @@ class Comparison:
             trace, make_policy, setting.machine.bytes_per_token, setting.ram_bytes, setting.nvme_bytes, tally,
             has_ghosts=name not in named.BLIND_TO_USES,
             admission=Admission(setting.rule, setting.budget_bytes) if setting.is_restricted else None,
+            has_tree=bool(setting.pace.chunks_a_load),
         )  # fmt: skip
         steps: Iterator[None] = map(replay.request, trace.requests)
-        if setting.queue_time_s and setting.nvme_bytes:
-            steps = Waiting(replay, setting.queue_time_s, setting.machine.nvme_bytes_s).play(trace.requests)
+        if setting.pace.prefetches and setting.nvme_bytes:
+            machine = setting.machine
+            steps = Timed(replay, setting.pace, machine.ram_bytes_s, machine.nvme_bytes_s).play(trace.requests)
         yield from give(setting.hints, trace, replay, steps) if setting.hints else steps
 
     def _sum_up(self, name: str, tally: Tally, took_s: float) -> Result:
         setting = self.setting
         return report.result(
             name, setting.trace, tally, setting.machine, took_s, has_nvme=bool(setting.nvme_bytes),
-            is_optimum=name == OPTIMUM, has_prefetch=bool(setting.queue_time_s) and name != OPTIMUM,
+            is_optimum=name == OPTIMUM, has_prefetch=setting.pace.prefetches and name != OPTIMUM,
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 A request matches the longest stored prefix of its chunks, loads it (bringing what is on NVMe only into RAM), and stores
 the rest as far as there is room; write-behind follows at once. What is left out is time: everything of a request
-happens at the moment at which it came (for one that waits first see `waiting`), and nothing fails.
+happens at the moment at which it came (see `timed` for more), and nothing fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvfs.tools.simulate.cache import Cache, MakePolicy
 from kvfs.tools.simulate.tally import Tally
 from kvfs.tools.simulate.traces import Request, Trace
 
-_GROUP = 64  # chunks that write-behind takes at once
+_GROUP = 64  # chunks that an engine stores at once
 
 
 class Replay:
@@ -32,10 +32,12 @@ class Replay:
         *,
         has_ghosts: bool = True,
         admission: Admission | None = None,
+        has_tree: bool = False,
     ) -> None:
         self.tally = tally
         self.cache = Cache(
-            trace, make_policy, bytes_per_token, ram_bytes, nvme_bytes, tally, has_ghosts=has_ghosts, admission=admission
+            trace, make_policy, bytes_per_token, ram_bytes, nvme_bytes, tally, has_ghosts=has_ghosts, admission=admission,
+            has_tree=has_tree,
         )  # fmt: skip
 
     def request(self, request: Request) -> None:
@@ -47,12 +49,16 @@ class Replay:
         if len(found) < len(numbers):
             self.store(found, numbers)
 
-    def load(self, found: list[Chunk]) -> list[Chunk]:
-        """Load a prefix that is stored; returns what of it was on NVMe only."""
+    def load(self, found: list[Chunk]) -> None:
+        """Load a prefix that is stored."""
+        num_cold = len(self.bring(found))
+        self.tally.ram.append(len(found) - num_cold)
+        self.tally.nvme.append(num_cold)
+
+    def bring(self, found: list[Chunk]) -> list[Chunk]:
+        """The chunks of a chain are loaded; returns those that were on NVMe only."""
         cache = self.cache
         cold = [chunk for chunk in found if chunk.ram == NOWHERE]
-        self.tally.ram.append(len(found) - len(cold))
-        self.tally.nvme.append(len(cold))
         if cold:
             cache.lease_all(found)
             for chunk in cold:
@@ -72,41 +78,54 @@ class Replay:
         return cold
 
     def store(self, prefix: list[Chunk], numbers: Sequence[int]) -> None:
-        """Store what is missing behind a prefix, from its head on."""
+        """Store what is missing behind a prefix, from its head on, a group at a time.
+
+        As in the store, a group has room for all of it before any of it is visible, so none of it goes for the rest.
+        """
         cache = self.cache
         cache.trim_ghosts()
-        nvme, get, recalled, reserve, put = cache.nvme, cache.get, cache.recalled, cache.reserve, cache.place
-        new: list[Chunk] = []  # to be written
+        nvme = cache.nvme
         kept: list[Chunk] = []  # not to be written; leased, since what is new does not go for what follows it
-        num_stored = 0
-        above = prefix[-1] if prefix else None
-        for place, number in enumerate(numbers[len(prefix) :], len(prefix)):
-            chunk = get(number)
-            if chunk is not None:  # what it is built on went, and comes back
+        for begin in range(len(prefix), len(numbers), _GROUP):
+            reserved, refused = self._reserve(prefix, numbers[begin : begin + _GROUP])
+            new: list[Chunk] = []  # to be written
+            for chunk, offset in reserved:
+                if offset >= 0:
+                    has_been_here = cache.recall(chunk)
+                    cache.place(chunk, offset)
+                    self.tally.num_stored += 1
+                    if nvme is not None:
+                        if cache.is_admitted(chunk, is_used=has_been_here):
+                            new.append(chunk)
+                        else:
+                            chunk.leases += 1
+                            kept.append(chunk)
                 prefix.append(chunk)
-                above = chunk
-                continue
-            chunk, has_been_here = recalled(number, above)
-            offset = reserve(chunk.length, above)
-            if offset is None:
-                cache.bypass(chunk, numbers[place + 1 :])
-                break
-            put(chunk, offset)
-            prefix.append(chunk)
-            num_stored += 1
-            above = chunk
+            cache.ram.policy.built_on(prefix)
             if nvme is not None:
-                if cache.is_admitted(chunk, is_used=has_been_here):
-                    new.append(chunk)
-                    if len(new) == _GROUP:
-                        cache.write(new, prefix)
-                        new.clear()
-                else:
-                    chunk.leases += 1
-                    kept.append(chunk)
-        self.tally.num_stored += num_stored
-        cache.ram.policy.built_on(prefix)
-        if nvme is not None:
-            cache.write(new, prefix)
-            nvme.policy.built_on(prefix)
-            cache.release_all(kept)
+                cache.write(new, prefix)
+                nvme.policy.built_on(prefix)
+            if refused is not None:
+                cache.bypass(refused, numbers[len(prefix) + 1 :])
+                break
+        cache.release_all(kept)
+
+    def _reserve(self, prefix: Sequence[Chunk], numbers: Sequence[int]) -> tuple[list[tuple[Chunk, int]], Chunk | None]:
+        """The chunks of a group, each with its extent in RAM, or -1 if it is there; and the first that there is no room for."""
+        cache = self.cache
+        reserved: list[tuple[Chunk, int]] = []
+        above = visible = prefix[-1] if prefix else None
+        for number in numbers:
+            chunk = cache.get(number)
+            if chunk is not None:  # what it is built on went, and comes back
+                reserved.append((chunk, -1))
+                above = visible = chunk
+                continue
+            chunk = cache.new_chunk(number, above)
+            offset = cache.reserve(chunk.length, visible)
+            if offset is None:
+                return reserved, chunk
+            reserved.append((chunk, offset))
+            above = chunk
+            visible = None
+        return reserved, None

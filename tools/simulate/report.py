@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvfs.prefetch import Reason
 from kvfs.tools.simulate.tally import Tally
 from kvfs.tools.simulate.traces import Trace
 
@@ -50,7 +51,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         not_admitted_unused, not_admitted_budget: how often a chunk was kept from NVMe, and why.
         always_admitted: what there would be without that, and what it costs in hits.
         prefetches_begun, _useful, _wasted, _dropped: chunks; useful were loaded, wasted left RAM before, dropped were not
-            begun in time.
+            begun in time. read_aheads_…: the same of what was read because a chain goes on with it.
         ttft_s: predicted, mean and quantiles; input_tokens_s: of one engine that is never idle.
         references_per_s: how fast it was simulated.
         is_partial: it was interrupted.
@@ -77,6 +78,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     prefetches_useful: int | None = None
     prefetches_wasted: int | None = None
     prefetches_dropped: int | None = None
+    read_aheads_begun: int | None = None
+    read_aheads_useful: int | None = None
+    read_aheads_wasted: int | None = None
+    read_aheads_dropped: int | None = None
     ttft_s: dict[str, float]
     input_tokens_s: float
     references_per_s: float
@@ -101,20 +106,19 @@ def result(
     ram_tokens = nvme_tokens = references = 0
     times: list[float] = []
     for request, ram, nvme in zip(played, tally.ram, tally.nvme, strict=True):
-        found = min((ram + nvme) * per_chunk, request.tokens)
-        cold = min(nvme * per_chunk, found)
-        ram_tokens += found - cold
+        num_found = min((ram + nvme) * per_chunk, request.tokens)
+        cold = min(nvme * per_chunk, num_found)
+        ram_tokens += num_found - cold
         nvme_tokens += cold
         references += len(request.chunks)
         times.append(
-            machine.bytes_per_token * ((found - cold) / machine.ram_bytes_s + cold / machine.nvme_bytes_s)
-            + (request.tokens - found) / machine.prefill_tokens_s
+            machine.bytes_per_token * ((num_found - cold) / machine.ram_bytes_s + cold / machine.nvme_bytes_s)
+            + (request.tokens - num_found) / machine.prefill_tokens_s
         )
     tokens = sum(request.tokens for request in played)
     seconds = played[-1].at_s - played[0].at_s if played else 0.0
     written = tally.num_written * per_chunk * machine.bytes_per_token
-    counters = tally.counters
-    return Result(
+    found = Result(
         policy=policy,
         requests=num_requests,
         references=references,
@@ -129,15 +133,18 @@ def result(
         loaded_nvme_bytes=nvme_tokens * machine.bytes_per_token,
         written_bytes=written if has_nvme and not is_optimum else None,
         written_bytes_a_day=written / seconds * _DAY_S if has_nvme and not is_optimum and seconds else None,
-        prefetches_begun=counters.prefetches_begun if has_prefetch else None,
-        prefetches_useful=counters.prefetches_useful if has_prefetch else None,
-        prefetches_wasted=counters.prefetches_wasted if has_prefetch else None,
-        prefetches_dropped=counters.prefetches_dropped if has_prefetch else None,
         ttft_s=_quantiles(times),
         input_tokens_s=_share(tokens, sum(times)),
         references_per_s=_share(references, took_s),
         is_partial=num_requests < len(trace.requests),
     )
+    return msgspec.structs.replace(found, **_prefetched(tally)) if has_prefetch else found
+
+
+def _prefetched(tally: Tally) -> dict[str, int]:
+    reasons = (Reason.REQUEST, Reason.CHAIN)
+    names = [f"{reason.value}_{what}" for reason in reasons for what in ("begun", "useful", "wasted", "dropped")]
+    return {name: getattr(tally.counters, name) for name in names}
 
 
 def with_admission(restricted: Result, tally: Tally, always: Result) -> Result:

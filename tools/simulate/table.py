@@ -15,6 +15,7 @@ from kvfs.tools.words import format_count, format_duration
 
 _MIN_WIDTH = 120
 _NONE = "–"
+_PREFETCHED = {"begun": "begun", "useful": "useful", "wasted": "wasted", "dropped": "not begun in time"}
 
 
 def show(setting: Setting, results: Sequence[Result]) -> None:
@@ -26,19 +27,28 @@ def show(setting: Setting, results: Sequence[Result]) -> None:
         f"of {trace.tokens_per_chunk} tokens, {format_size(chunk_bytes)} each",
     ]
     typer.echo("; ".join(parts))
-    tiers = [f"RAM {format_size(setting.ram_bytes)} = {setting.ram_bytes // chunk_bytes:,} chunks"]
-    if setting.nvme_bytes:
-        tiers.append(f"NVMe {format_size(setting.nvme_bytes)} = {setting.nvme_bytes // chunk_bytes:,} chunks")
-    typer.echo(", ".join(tiers))
+    tiers = [("RAM", setting.ram_bytes), *([("NVMe", setting.nvme_bytes)] if setting.nvme_bytes else [])]
+    typer.echo(
+        ", ".join(f"{name} {format_size(size)} = {format_count(size // chunk_bytes, 'chunk')}" for name, size in tiers)
+    )
     _print([{"policy": _name(found), **_found(found)} for found in results])
     restricted = [found for found in results if found.always_admitted is not None]
     if restricted:
         typer.echo("\nadmission: what it saves NVMe, and what that costs")
         _print([{"policy": _name(found), **_admission(found)} for found in restricted])
-    prefetching = [found for found in results if found.prefetches_begun is not None]
-    if prefetching:
-        typer.echo("\nchunks prefetched while requests waited")
-        _print([{"policy": _name(found), **_prefetching(found)} for found in prefetching])
+    _prefetched(results, "while requests waited", "prefetches")
+    _prefetched(results, "because a chain goes on with them", "read_aheads")
+
+
+def _prefetched(results: Sequence[Result], why: str, prefix: str) -> None:
+    rows = [
+        {"policy": _name(of), **{said: f"{getattr(of, f'{prefix}_{name}'):,}" for name, said in _PREFETCHED.items()}}
+        for of in results
+        if getattr(of, f"{prefix}_begun")
+    ]
+    if rows:
+        typer.echo(f"\nchunks prefetched {why}")
+        _print(rows)
 
 
 def _print(rows: Sequence[dict[str, str]]) -> None:
@@ -77,15 +87,6 @@ def _admission(of: Result) -> dict[str, str]:
         "NVMe writes a day without it": _size(always.written_bytes_a_day),
         "with": _size(of.written_bytes_a_day),
         "TTFT mean without": _seconds(always.ttft_s.get("mean")),
-    }
-
-
-def _prefetching(of: Result) -> dict[str, str]:
-    return {
-        "begun": f"{of.prefetches_begun:,}",
-        "useful": f"{of.prefetches_useful:,}",
-        "wasted": f"{of.prefetches_wasted:,}",
-        "not begun in time": f"{of.prefetches_dropped:,}",
     }
 
 

@@ -10,8 +10,8 @@ import pytest
 from kvfs.policies.named import NAMES
 from kvfs.prefetch import IN_FLIGHT_BYTES
 from kvfs.tools.simulate.tally import Tally
+from kvfs.tools.simulate.timed import Pace, Timed
 from kvfs.tools.simulate.traces import Trace
-from kvfs.tools.simulate.waiting import Waiting
 
 from .simulated import CHUNK_BYTES, chats, kvfs, play, replay_of, trace_of, write_mooncake
 
@@ -19,7 +19,7 @@ from .simulated import CHUNK_BYTES, chats, kvfs, play, replay_of, trace_of, writ
 def wait(trace: Trace, num_ram: int, num_nvme: int, seconds: float, chunks_a_s: float, policy: str = "lru") -> Tally:
     """What comes of a trace whose requests wait, with a device that gives so many chunks a second."""
     replay = replay_of(trace, policy, num_ram, num_nvme)
-    waiting = Waiting(replay, seconds, chunks_a_s * CHUNK_BYTES)
+    waiting = Timed(replay, Pace(seconds), 1e12, chunks_a_s * CHUNK_BYTES)
     assert sum(1 for _ in waiting.play(trace.requests)) == len(trace.requests)
     return replay.tally
 
@@ -65,6 +65,48 @@ def test_a_device_brings_one_after_the_other() -> None:
     assert [*tally.nvme][3:] == [0, 1]
 
 
+def in_pieces(ram_chunks_a_s: float, prompts: list[object], chunks_a_load: int = 1) -> Tally:
+    """What comes of prompts whose prefixes are loaded in pieces; NVMe gives a chunk a second."""
+    trace = trace_of(prompts, step_s=1000.0)
+    replay = replay_of(trace, "lru", 16, 40, has_tree=True)
+    pace = Pace(chunks_a_load=chunks_a_load)
+    assert sum(1 for _ in Timed(replay, pace, ram_chunks_a_s * CHUNK_BYTES, CHUNK_BYTES).play(trace.requests)) == len(
+        prompts
+    )
+    return replay.tally
+
+
+AGAIN = [[*"abcdefgh"], [*"abcdefgh"], [*"pqrstuvwijklmnoz"], [*"abcdefgh"]]
+
+
+@pytest.mark.parametrize(("ram_chunks_a_s", "most_cold", "fewest_cold"), [(1e-3, 2, 2), (1e9, 8, 6)])
+def test_a_chain_that_is_loaded_in_pieces_is_read_ahead(
+    ram_chunks_a_s: float, most_cold: int, fewest_cold: int
+) -> None:
+    """The second piece shows that it is one. What an engine takes its time to copy, NVMe has time to bring."""
+    tally = in_pieces(ram_chunks_a_s, [*AGAIN])
+    assert [ram + nvme for ram, nvme in zip(tally.ram, tally.nvme, strict=True)] == [0, 8, 0, 8]
+    assert fewest_cold <= tally.nvme[3] <= most_cold
+    counters = tally.counters
+    assert counters.prefetches_begun == 0 < counters.read_aheads_begun
+    assert counters.read_aheads_useful == counters.read_aheads_begun
+    assert counters.read_aheads_wasted == 0
+
+
+def test_what_was_loaded_at_once_is_no_chain() -> None:
+    tally = in_pieces(1e-3, [*AGAIN], chunks_a_load=8)
+    assert (tally.ram[3], tally.nvme[3], tally.counters.read_aheads_begun) == (0, 8, 0)
+
+
+def test_what_is_read_ahead_and_left_is_counted_as_wasted() -> None:
+    """The prompt that comes again ends before what went on behind it."""
+    scans = [[*(f"{number}{place}" for place in range(16))] for number in range(4)]
+    tally = in_pieces(1e-3, [*AGAIN[:3], [*"abcd"], *scans])
+    assert tally.nvme[3] == 2
+    assert tally.counters.read_aheads_wasted > 0
+    assert tally.counters.read_aheads_begun == tally.counters.read_aheads_useful + tally.counters.read_aheads_wasted
+
+
 @pytest.mark.parametrize("policy", NAMES)
 def test_waiting_moves_hits_from_nvme_into_ram(policy: str) -> None:
     """With every policy: about as much is found, more of it in RAM; all that was begun is counted once."""
@@ -82,7 +124,7 @@ def test_nothing_is_left_leased() -> None:
     """All that was held while requests waited may go again."""
     trace = chats(3, 300)
     replay = replay_of(trace, "lru", 30, 60)
-    for _ in Waiting(replay, 7.5, 3.0 * CHUNK_BYTES).play(trace.requests):
+    for _ in Timed(replay, Pace(7.5), 1e12, 3.0 * CHUNK_BYTES).play(trace.requests):
         pass
     for number in range(trace.num_chunks):
         chunk = replay.cache.get(number)
@@ -103,4 +145,10 @@ def test_the_command_counts_them_apart(tmp_path: Path) -> None:
     assert waited["nvme_token_hit_rate"] < plain["nvme_token_hit_rate"]
     assert waited["ttft_s"]["mean"] < plain["ttft_s"]["mean"]
     assert waited["input_tokens_s"] > plain["input_tokens_s"]
-    assert "chunks prefetched while requests waited" in kvfs("simulate", file, *sizes, "--queue-time", "2s").stdout
+    assert waited["read_aheads_begun"] == 0
+    shown = kvfs("simulate", file, *sizes, "--queue-time", "2s").stdout
+    assert f"{waited['prefetches_useful']:,}" in shown[shown.index("chunks prefetched while requests waited") :].split()
+    small = ["--load-chunks", "2", "--bytes-per-token", "16", "--ram-bandwidth", "1MiB"]
+    pieces, _ = json.loads(kvfs("simulate", file, *sizes, *small, "--json").stdout)
+    assert pieces["prefetches_begun"] == 0 < pieces["read_aheads_useful"]
+    assert pieces["nvme_token_hit_rate"] < plain["nvme_token_hit_rate"]
