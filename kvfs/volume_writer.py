@@ -1,8 +1,10 @@
 """The writer of one volume: its dirty chunks, in the order in which they came, group after group. See `write_behind`.
 
-Concurrency: two tasks, one writes groups, one makes them durable, in the same order, all that are written at once: a
-commit takes tens of milliseconds beside the writes of the next groups, which must not wait for it. The chunks of a
-group are leased meanwhile, so that their bytes stay where they are.
+Concurrency: one task takes groups and has each written by a task of its own, one makes them durable, in the same order,
+all that are written at once: a commit takes tens of milliseconds beside the writes of the next groups, which must not wait
+for it. A group is taken when the one before has no write left to begin: what is still in flight of it goes on beside the
+first writes of the next, so that the device never waits. The chunks of a group are leased meanwhile, so that their bytes
+stay where they are.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _MAX_GROUP_CHUNKS = 256
 _MAX_GROUP_BYTES = 256 << 20
+_MAX_WRITING_GROUPS = 2
 _MAX_WRITTEN_GROUPS = 3  # that wait for the one before them to be durable
 _MAX_RUN_BYTES, _MAX_RUN_CHUNKS = 8 << 20, 256
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 30.0
@@ -54,13 +57,17 @@ class _Group:
     """Chunks that are written together.
 
     Attributes: chunks: leased; pairs: those that got an extent, with its offset; left: those for which there was no room;
-    put: those whose row is committed.
+    put: those whose row is committed; is_begun: no write is left to begin; before: whether the group before it is handed on
+    to be made durable, or failed; is_handed_on: the same of this one.
     """
 
     chunks: list[Chunk]
+    before: trio.Event
     pairs: list[tuple[Chunk, int]] = field(default_factory=list)
     left: list[Chunk] = field(default_factory=list)
     put: set[Chunk] = field(default_factory=set)
+    is_begun: trio.Event = field(default_factory=trio.Event)
+    is_handed_on: trio.Event = field(default_factory=trio.Event)
 
 
 class VolumeWriter:
@@ -90,25 +97,37 @@ class VolumeWriter:
     async def run(self) -> None:
         """Write group after group, for ever: while some are made durable the next are being written."""
         send, receive = trio.open_memory_channel[_Group](_MAX_WRITTEN_GROUPS)
+        writing = trio.Semaphore(_MAX_WRITING_GROUPS)
+        before = trio.Event()
+        before.set()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._write_groups, send)
             nursery.start_soon(self._finish_groups, receive)
+            while True:
+                await writing.acquire()
+                while not self._queue:
+                    await self._progress.wait()
+                await trio.sleep_until(self._retry_at)
+                group = _Group(self._take_group(), before)
+                before = group.is_handed_on
+                nursery.start_soon(self._write_group, group, send, writing)
+                await group.is_begun.wait()
 
-    async def _write_groups(self, send: trio.MemorySendChannel[_Group]) -> None:
-        while True:
-            while not self._queue:
-                await self._progress.wait()
-            await trio.sleep_until(self._retry_at)
-            group = _Group(self._take_group())
-            try:
-                offsets = await self._residency.reserve_nvme(self.stripe, group.chunks)
-                group.left = group.chunks[len(offsets) :]
-                group.pairs = [pair for pair in zip(group.chunks, offsets, strict=False) if pair[1] != NOWHERE]
-                await self._transfer(group.pairs)
-            except (OSError, UnavailableError) as error:
-                self._failed(group, error)
-            else:
-                await send.send(group)
+    async def _write_group(self, group: _Group, send: trio.MemorySendChannel[_Group], writing: trio.Semaphore) -> None:
+        """Write a group, then have it made durable after the one before it."""
+        try:
+            offsets = await self._residency.reserve_nvme(self.stripe, group.chunks)
+            group.left = group.chunks[len(offsets) :]
+            group.pairs = [pair for pair in zip(group.chunks, offsets, strict=False) if pair[1] != NOWHERE]
+            await self._transfer(group)
+        except (OSError, UnavailableError) as error:
+            self._failed(group, error)
+        else:
+            await group.before.wait()
+            await send.send(group)
+        finally:
+            group.is_begun.set()
+            group.is_handed_on.set()
+            writing.release()
 
     async def _finish_groups(self, receive: trio.MemoryReceiveChannel[_Group]) -> None:
         async for first in receive:
@@ -197,9 +216,9 @@ class VolumeWriter:
         self.dirty_bytes -= chunk.length
         self._progress.notify()
 
-    async def _transfer(self, pairs: list[tuple[Chunk, int]]) -> None:
-        """Write chunks, neighbours on the volume together. Raises OSError if any of it fails."""
-        queue = deque(_runs(pairs))
+    async def _transfer(self, group: _Group) -> None:
+        """Write the chunks of a group, neighbours on the volume together. Raises OSError if any of it fails."""
+        queue = deque(_runs(group.pairs))
         failures: list[OSError] = []
 
         def work() -> None:  # in a thread, for the whole queue: a hop for each write costs more than a small write
@@ -214,12 +233,17 @@ class VolumeWriter:
                 except OSError as error:
                     failures.append(error)
 
+        async def work_in_thread() -> None:
+            await self._tier.in_thread(work)
+            if not failures:
+                group.is_begun.set()
+
         async with trio.open_nursery() as nursery:
             for _ in range(min(self._tier.num_threads, len(queue))):
-                nursery.start_soon(self._tier.in_thread, work)
+                nursery.start_soon(work_in_thread)
         if failures:
             raise failures[0]
-        self._residency.counters.written_bytes += sum(chunk.length for chunk, _ in pairs)
+        self._residency.counters.written_bytes += sum(chunk.length for chunk, _ in group.pairs)
 
     def _became_clean(self, chunk: Chunk, offset: int, *, was_put: bool) -> None:
         if not chunk.is_removed:
