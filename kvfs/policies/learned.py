@@ -13,7 +13,7 @@ millisecond, however large the tier is (a million entries: 0.9 ms at most; 6.7 w
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from math import inf
@@ -101,6 +101,21 @@ class Learned(Generic[E]):
         """See `Rememberer`."""
         now = self._now()
         self._came(entry, now, (now - max(0.0, age_s)) // _TICK_S * _TICK_S)
+
+    def recovered_all(self, entries: Sequence[E], ages_s: Iterable[float]) -> None:
+        """See `Rememberer`."""
+        now = self._now()
+        nodes = self._forest.add_all(entries)
+        reuse, leaves = self._reuse, self._leaves
+        first_groups = {table: self._first_group(table) for table in {entry.table for entry in entries}}
+        for entry, node, age_s in zip(entries, nodes, ages_s, strict=False):
+            node.group = group = self._group(entry, first_groups[entry.table])
+            node.last = last = (now - age_s) // _TICK_S * _TICK_S if age_s > 0 else now
+            if reuse.may_watch(entry.key):
+                node.watched = reuse.came(mark_of(entry), group, last)
+            if not node.num_below:
+                leaves[group].add(node)
+        self._forget_lowest()
 
     def _came(self, entry: E, now: float, last: float) -> None:
         node = self._forest.add(entry)
