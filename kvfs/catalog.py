@@ -23,10 +23,11 @@ from kvfs.prefixes import Member, Moves, PrefixDirectory, PrefixTree
 
 NOWHERE = -1
 _FIRST_INODE = 1 << 20
+_KEY, _LENGTH = attrgetter("key"), attrgetter("length")
 
 
-class Chunk(Member):
-    """One stored chunk. A million of these exist, so it has slots and shares what it can.
+class Chunk(Member, eq=False, gc=False):
+    """One stored chunk. A million of these exist, so it is made and kept as cheaply as Python can, and shares what it can.
 
     Attributes:
         table: the chunks of its namespace.
@@ -45,30 +46,28 @@ class Chunk(Member):
         inode: unique while the daemon runs.
     """
 
-    __slots__ = (
-        "created_ns", "hint", "hits", "is_proven", "is_removed", "last_used_ns", "leases", "length", "num_tokens", "nvme", "ram",
-        "returns",
-        "table", "volume",
-    )  # fmt: skip
+    table: ChunkTable
+    num_tokens: int
+    length: int
+    created_ns: int
+    last_used_ns: int
+    hits: int = 0
+    returns: int = 0
+    hint: Hint | None = None
+    ram: int = NOWHERE
+    nvme: int = NOWHERE
+    volume: int = 0
+    is_proven: bool = False
+    leases: int = 0
+    is_removed: bool = False
 
-    def __init__(
-        self, table: ChunkTable, key: Key, parent: Key, position: int, num_tokens: int, created_ns: int, inode: int
-    ) -> None:
-        super().__init__(key, parent, position, inode)
-        self.table = table
-        self.num_tokens = num_tokens
-        self.length = table.file_bytes(num_tokens)
-        self.created_ns = created_ns
-        self.last_used_ns = created_ns
-        self.hits = 0
-        self.returns = 0
-        self.hint: Hint | None = None
-        self.ram = NOWHERE
-        self.nvme = NOWHERE
-        self.volume = 0
-        self.is_proven = False
-        self.leases = 0
-        self.is_removed = False
+    @classmethod
+    def new(
+        cls, table: ChunkTable, key: Key, parent: Key, position: int, num_tokens: int, created_ns: int, inode: int
+    ) -> Chunk:
+        """A chunk that nobody has used, and that is nowhere yet."""
+        length = table.file_bytes(num_tokens)
+        return cls(key, parent, position, inode, None, None, None, table, num_tokens, length, created_ns, created_ns)
 
     def __repr__(self) -> str:
         return f"<Chunk {self.key.hex()} {self.tier.name} position {self.position}>"
@@ -195,13 +194,27 @@ class Catalog:
         Returns it, and what moved in the prefix view. `inode` is one of `next_inode`, a new one by default.
         """
         shared = table.chunks.get(parent)
-        chunk = Chunk(
+        chunk = Chunk.new(
             table, key, shared.key if shared else parent, position, num_tokens, created_ns, inode or self.next_inode()
         )
         table.chunks[key] = chunk
         table.stored_bytes += chunk.length
         table.num_stored += 1
         return chunk, table.prefixes.add(chunk)
+
+    def take(self, table: ChunkTable, chunks: list[Chunk]) -> None:
+        """Make many chunks visible at once that have their extents, and inodes; of two with one key the last.
+
+        They are in no prefix directory yet: `kvfs.planting` finds their places.
+        """
+        table.chunks.update(zip(map(_KEY, chunks), chunks, strict=True))
+        table.stored_bytes = sum(map(_LENGTH, table.chunks.values()))
+        table.num_stored += len(chunks)
+
+    @property
+    def inodes(self) -> Iterator[int]:
+        """Numbers that no chunk and no directory has, or will have."""
+        return self._inodes
 
     def next_inode(self) -> int:
         """A number that no chunk and no directory has, or will have."""

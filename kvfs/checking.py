@@ -18,7 +18,8 @@ from kvfs.documents import Documents, Found
 from kvfs.errors import CorruptChunk, FormatError, UsageError
 from kvfs.index import FILE_NAME, ChunkRow, Index
 from kvfs.namespace import Namespace
-from kvfs.recovery import fits, namespace_in
+from kvfs.recovery import namespace_in
+from kvfs.rows import fits
 from kvfs.scanning import Tally, Track, by_place, has_chunks, scan
 from kvfs.volume import Volume, aligned_buffer
 

@@ -33,10 +33,13 @@ class ExtentAllocator:
         self._lengths: list[int] = []  # the lengths that occur, sorted
         position = base
         for offset, length in used:
-            if offset < position or offset + length > base + self.capacity:
-                raise ValueError(f"extent {offset}+{length} overlaps another or lies outside")
-            self._insert(position, offset - position)
+            if offset != position:
+                if offset < position:
+                    raise ValueError(f"extent {offset}+{length} overlaps another or lies outside")
+                self._insert(position, offset - position)
             position = offset + length
+        if position > base + self.capacity:
+            raise ValueError(f"the last extent overlaps what is outside: it ends at {position}")
         self._insert(position, base + self.capacity - position)
 
     @property

@@ -23,6 +23,7 @@ from kvfs import remembering
 from kvfs.arena import Arena
 from kvfs.catalog import Chunk
 from kvfs.chunk import align
+from kvfs.collecting import uncollected
 from kvfs.commits import Commits
 from kvfs.config import MIN_TIER_BYTES, Settings, VolumeSetting, exact_size, format_size
 from kvfs.documents import Documents
@@ -192,7 +193,7 @@ class _Opened:
 
     volume: Volume
     index: Index
-    contents: Contents
+    contents: list[Contents]  # until it is taken
     documents: Documents
 
     def stripe(self, number: int, settings: Settings, policy: Policy[Chunk], counters: Counters) -> Stripe:
@@ -214,7 +215,7 @@ def _open_volume(where: VolumeSetting, system: System) -> _Opened:
         with _told(f"the documents of the namespaces in {documents.path}"):
             contents = read(index, documents)
         undo.pop_all()
-    return _Opened(volume, index, contents, documents)
+    return _Opened(volume, index, [contents], documents)
 
 
 async def _open_volumes(
@@ -300,15 +301,19 @@ async def open_store(
         arena = await trio.to_thread.run_sync(_open_arena, settings, system, place)
     opened: list[_Opened] = []
     try:
-        missing = await _open_volumes(settings, system, events, opened)
-        stripes = [
-            each.stripe(number, settings, make_policy(system.monotonic), counters) for number, each in enumerate(opened)
-        ]
-        ram = RamTier(arena, make_policy(system.monotonic))
-        residency = Residency(ram, Stripes(stripes) if stripes else None, counters, events, system)
-        if stripes:
-            await trio.to_thread.run_sync(recover, residency, [each.contents for each in opened], system.time_ns())
-            _tell_of_unclaimed(stripes)
+        with uncollected():
+            missing = await _open_volumes(settings, system, events, opened)
+            stripes = [
+                each.stripe(number, settings, make_policy(system.monotonic), counters)
+                for number, each in enumerate(opened)
+            ]
+            ram = RamTier(arena, make_policy(system.monotonic))
+            residency = Residency(ram, Stripes(stripes) if stripes else None, counters, events, system)
+            if stripes:
+                contents = [each.contents.pop() for each in opened]
+                await trio.to_thread.run_sync(recover, residency, contents, system.time_ns())
+                del contents  # a hundred megabytes, for a million chunks
+        _tell_of_unclaimed(stripes)
         async with trio.open_nursery() as nursery:
             volumes = [each.volume for each in opened]
             store = Store(settings, system, residency, nursery, arena, volumes, missing)

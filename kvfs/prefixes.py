@@ -20,7 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar, cast
+
+from msgspec import Struct
 
 from kvfs.keys import Key
 
@@ -28,8 +31,8 @@ M = TypeVar("M", bound="Member")
 _NOTHING = Key(b"")  # what an empty directory is built on that nobody knows more of
 
 
-class Member:
-    """What the tree needs of a chunk.
+class Member(Struct, eq=False, gc=False):
+    """What the tree needs of a chunk. No collector looks at it: what leaves the tree lets go of its neighbours.
 
     Attributes:
         key, parent, position: as in the chunk's header.
@@ -38,16 +41,13 @@ class Member:
         previous, next: its neighbours there, in order of position.
     """
 
-    __slots__ = ("directory", "inode", "key", "next", "parent", "position", "previous")
-
-    def __init__(self, key: Key, parent: Key, position: int, inode: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.position = position
-        self.inode = inode
-        self.directory: PrefixDirectory[Member] | None = None
-        self.previous: Member | None = None
-        self.next: Member | None = None
+    key: Key
+    parent: Key
+    position: int
+    inode: int
+    directory: PrefixDirectory[Member] | None
+    previous: Member | None
+    next: Member | None
 
 
 class PrefixDirectory(Generic[M]):
@@ -167,6 +167,18 @@ class PrefixDirectory(Generic[M]):
         chunk.directory = cast("PrefixDirectory[Member]", self)
         self.num_chunks += 1
 
+    def _extend(self, run: list[M]) -> None:
+        """Put chunks behind the last one, which is the first of them."""
+        here = cast("PrefixDirectory[Member]", self)
+        before = run[0]
+        for chunk in islice(run, 1, None):
+            chunk.previous = before
+            before.next = chunk
+            chunk.directory = here
+            before = chunk
+        self._last = before
+        self.num_chunks += len(run) - 1
+
     def _unlink(self, chunk: M) -> None:
         before, after = cast("M | None", chunk.previous), cast("M | None", chunk.next)
         if before is None:
@@ -239,6 +251,17 @@ class PrefixTree(Generic[M]):
             self._place(chunk, parent, home, moves)
         self._join(chunk, moves)
         return moves
+
+    def add_run(self, run: list[M]) -> None:
+        """The same for chunks of which each is built on the one before, and nothing that is here on one but the last."""
+        self.add(run[0])
+        home = cast("PrefixDirectory[M]", run[0].directory)
+        if home._last is not run[0]:  # positions contradict each other
+            for chunk in run[1:]:
+                self.add(chunk)
+            return
+        home._extend(run)
+        self._join(run[-1], Moves())
 
     def make_directory(self, key: Key, parent: PrefixDirectory[M] | None) -> PrefixDirectory[M]:
         """An empty directory for a chunk that may come, in `parent` or at the top; or the one that is there."""

@@ -30,7 +30,8 @@ from kvfs.errors import FormatError, UsageError
 from kvfs.index import FILE_NAME, SET_ASIDE, ChunkRow, Index, NamespaceRow, remove_logs
 from kvfs.keys import Key
 from kvfs.namespace import Namespace
-from kvfs.recovery import MAX_POSITION, fits, namespace_in
+from kvfs.recovery import namespace_in
+from kvfs.rows import MAX_POSITION, fits
 from kvfs.scanning import Found, Tally, Track, by_place, scan
 from kvfs.volume import Volume
 

@@ -7,25 +7,27 @@ its document beside the volume takes its place. Payloads are not read here: ever
 
 from __future__ import annotations
 
-import gc
-import heapq
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_not
+from typing import Any
 
 from kvfs import namespace as namespaces
-from kvfs.catalog import Chunk, ChunkTable, last_needed
+from kvfs.catalog import NOWHERE, Catalog, Chunk, ChunkTable
 from kvfs.chunk import geometry, parse_header
 from kvfs.documents import Documents, Found
+from kvfs.durations import NS
 from kvfs.errors import CorruptChunk, FormatError, UsageError
 from kvfs.index import ChunkRow, Index, LimitRow, NamespaceRow, PinRow
-from kvfs.keys import KEY_BYTES, Key
+from kvfs.keys import Key
 from kvfs.namespace import Namespace
 from kvfs.pins import FOREVER
+from kvfs.planting import by_need, plant, runs
 from kvfs.remembering import Learnt, recall, remembered
 from kvfs.residency import Residency
+from kvfs.rows import ChunkColumns, fits, is_key, read_rows, split_true
 from kvfs.stripes import Stripe, Stripes
 from kvfs.tiers.nvme import NvmeTier, check_header
 from kvfs.unclaimed import PatientAllocator
@@ -33,7 +35,7 @@ from kvfs.volume import SUPERBLOCK_BYTES, aligned_buffer
 
 log = logging.getLogger(__name__)
 
-MAX_POSITION = 1 << 32
+_NVME, _LENGTH = attrgetter("nvme"), attrgetter("length")
 _MAX_HEADERS = 16  # that are looked at to learn whose chunks a number names
 
 
@@ -42,7 +44,8 @@ class Contents:
     """What is in an index, and beside it."""
 
     namespaces: list[NamespaceRow]
-    chunks: list[ChunkRow]
+    chunks: list[ChunkColumns]
+    misnumbered: list[ChunkRow]
     pins: list[PinRow]
     limits: list[LimitRow]
     unclaimed: list[tuple[int, int]]
@@ -54,7 +57,8 @@ def read(index: Index, documents: Documents) -> Contents:
     """All of an index, and the documents beside it. Raises OSError or sqlite3.Error."""
     return Contents(
         index.namespaces(),
-        index.chunks(),
+        list(read_rows(index)),
+        index.misnumbered(),
         index.pins(),
         index.limits(),
         index.unclaimed(),
@@ -70,38 +74,24 @@ def recover(residency: Residency, contents: Sequence[Contents], now_ns: int) -> 
     """
     assert residency.nvme is not None
     volumes = list(zip(residency.nvme, contents, strict=True))
-    gc.disable()  # a million small objects are about to be made, none of them garbage
-    try:
-        all_tables = [_recover_tables(residency, stripe, found) for stripe, found in volumes]
-        for (stripe, found), tables in zip(volumes, all_tables, strict=True):
-            _find_lost_tables(residency, stripe, found, tables)
-            _recover_limits(stripe, found.limits, tables)
-        recall(residency, [found.learnt for found in contents])
-        recovered = list(_recover_chunks(residency, volumes, all_tables))
-        chunks: list[Chunk] = []
-        for stripe, found in volumes:
-            there = [chunk for chunk in recovered if chunk.volume == stripe.number] if len(volumes) > 1 else recovered
-            there.sort(key=attrgetter("nvme"))
-            there = _resolve_overlaps(residency, stripe.tier, there)
-            stripe.tier.extents = PatientAllocator(
-                stripe.tier.volume.capacity - SUPERBLOCK_BYTES,
-                SUPERBLOCK_BYTES,
-                ((chunk.nvme, chunk.length) for chunk in there),
-                found.unclaimed,
-            )
-            chunks += there
-        needed_ns = last_needed(chunks)
-        chunks.sort(key=lambda chunk: (needed_ns.get(chunk, chunk.last_used_ns), -chunk.position))
-        for (stripe, found), tables in zip(volumes, all_tables, strict=True):
-            _recover_pins(residency, stripe, found.pins, tables)
-        for chunk in chunks:
-            age_s = (now_ns - needed_ns.get(chunk, chunk.last_used_ns)) / 1e9
-            residency.nvme.of(chunk).tier.policy.recovered(chunk, age_s)
-        _agree(residency, residency.nvme)
-    finally:
-        gc.enable()
-    if chunks:
-        log.info("found %d chunks in %d namespaces", len(chunks), len(residency.catalog.tables))
+    all_tables = [_recover_tables(residency, stripe, found) for stripe, found in volumes]
+    for (stripe, found), tables in zip(volumes, all_tables, strict=True):
+        _find_lost_tables(residency, stripe, found, tables)
+        _recover_limits(stripe, found.limits, tables)
+    recall(residency, [found.learnt for found in contents])
+    _recover_chunks(residency, volumes, all_tables)
+    for stripe, found in volumes:
+        _claim_extents(residency, stripe, found.unclaimed)
+    planted = []
+    for table in residency.catalog.tables.values():
+        planted.append(runs(table))
+        plant(table, planted[-1])
+    for (stripe, found), tables in zip(volumes, all_tables, strict=True):
+        _recover_pins(residency, stripe, found.pins, tables)
+    _recover_order(residency.nvme, *by_need(planted), now_ns)
+    _agree(residency, residency.nvme)
+    if num_chunks := residency.catalog.num_chunks:
+        log.info("found %d chunks in %d namespaces", num_chunks, len(residency.catalog.tables))
     if dropped := residency.counters.rows_dropped:
         log.warning("%d rows of the index cannot be true: their chunks are forgotten", dropped)
         residency.events.append("rows_dropped", chunks=dropped)
@@ -168,13 +158,11 @@ def _smaller(known: int | None, value: object) -> int | None:
 
 def _find_lost_tables(residency: Residency, stripe: Stripe, contents: Contents, tables: dict[int, ChunkTable]) -> None:
     """Give the chunks of a namespace whose row is lost their table: their headers say whose document is theirs."""
-    nvme, rows, found = stripe.tier, contents.chunks, contents.documents
-    numbers = {row.namespace for row in rows}
-    looked_at: Counter[int] = Counter()
-    for row in rows:
-        if row.namespace in tables or looked_at[row.namespace] >= _MAX_HEADERS:
+    nvme, found = stripe.tier, contents.documents
+    numbers = {rows.number for rows in contents.chunks}
+    for row in _some_of_unknown(contents.chunks, tables):
+        if row.namespace in tables:
             continue
-        looked_at[row.namespace] += 1
         for document in found.by_directory.values():
             namespace = document.namespace
             known = residency.catalog.tables.get(namespace.directory)
@@ -189,6 +177,13 @@ def _find_lost_tables(residency: Residency, stripe: Stripe, contents: Contents, 
                 )
                 residency.events.append("namespace_mended", namespace=table.directory)
                 break
+
+
+def _some_of_unknown(chunks: Iterable[ChunkColumns], tables: dict[int, ChunkTable]) -> Iterator[ChunkRow]:
+    """Rows of the namespaces that have no table, a few of each."""
+    for rows in chunks:
+        if rows.number not in tables:
+            yield from (rows.row(place) for place in range(min(_MAX_HEADERS, len(rows))))
 
 
 def _time(value: object) -> int:
@@ -220,67 +215,98 @@ def _key_at(nvme: NvmeTier, namespace: Namespace, row: ChunkRow) -> Key | None:
 
 def _recover_chunks(
     residency: Residency, volumes: Sequence[tuple[Stripe, Contents]], all_tables: Sequence[dict[int, ChunkTable]]
-) -> Iterator[Chunk]:
-    """The chunks of all volumes, parents before children. Of one that is on two of them the first is kept."""
-    found = [
-        _true_rows(residency, stripe, contents.chunks, tables)
-        for (stripe, contents), tables in zip(volumes, all_tables, strict=True)
-    ]
-    for stripe, table, row in found[0] if len(found) == 1 else heapq.merge(*found, key=lambda each: each[2].position):
-        if row.key in table.chunks:  # written anew while the volume was missing
+) -> None:
+    """Make the chunks of all volumes. Of one that is on two of them the first is kept."""
+    found: dict[ChunkTable, list[tuple[Stripe, ChunkColumns]]] = {}
+    for (stripe, contents), tables in zip(volumes, all_tables, strict=True):
+        untrue = contents.misnumbered
+        for rows in contents.chunks:
+            table = tables.get(rows.number)
+            if table is None:
+                untrue += [rows.row(place) for place in range(len(rows))]
+            else:
+                good, bad = split_true(rows, table.namespace, stripe.tier.volume.capacity)
+                found.setdefault(table, []).append((stripe, good))
+                untrue += bad
+        residency.counters.rows_dropped += len(untrue)
+        for row in untrue:
             stripe.commits.delete(row.namespace, row.key)
-            continue
-        chunk, _ = residency.catalog.create(
-            table, Key(row.key), Key(row.parent), row.position, row.num_tokens, row.created_ns
-        )
-        chunk.last_used_ns = row.last_used_ns
-        chunk.hits = row.hits
-        chunk.volume = stripe.number
-        chunk.nvme = row.offset
-        yield chunk
+    for table, parts in found.items():
+        _make(residency.catalog, table, *_of_all_volumes(parts))
 
 
-def _true_rows(
-    residency: Residency, stripe: Stripe, rows: Iterable[ChunkRow], tables: dict[int, ChunkTable]
-) -> Iterator[tuple[Stripe, ChunkTable, ChunkRow]]:
-    capacity = stripe.tier.volume.capacity
-    for row in rows:
-        table = tables.get(row.namespace)
-        if table is None or not fits(row, table.namespace, capacity):
-            residency.counters.rows_dropped += 1
-            stripe.commits.delete(row.namespace, row.key)
-        else:
-            yield stripe, table, row
+def _of_all_volumes(parts: Sequence[tuple[Stripe, ChunkColumns]]) -> tuple[ChunkColumns, list[int]]:
+    """The rows of a namespace on all volumes, as they were stored, and of each the number of its volume."""
+    if len(parts) == 1:
+        stripe, rows = parts[0]
+        return rows, [stripe.number] * len(rows)
+    known: set[Key] = set()
+    all_columns: list[list[Any]] = [[] for _ in parts[0][1].columns]
+    volumes: list[int] = []
+    for stripe, rows in parts:
+        again = [place for place, key in enumerate(rows.keys) if key in known]  # stored while the volume was missing
+        for place in again:
+            stripe.commits.delete(rows.number, rows.keys[place])
+        there = rows.without(again) if again else rows
+        known.update(there.keys)
+        volumes += [stripe.number] * len(there)
+        for column, more in zip(all_columns, there.columns, strict=True):
+            column += more
+    together = ChunkColumns(0, all_columns)
+    order = sorted(range(len(together)), key=together.created_ns.__getitem__)
+    return together.map(lambda column: map(column.__getitem__, order)), [volumes[place] for place in order]
+
+
+def _make(catalog: Catalog, table: ChunkTable, rows: ChunkColumns, volumes: list[int]) -> None:
+    """Make chunks of the rows of a namespace."""
+    lengths = {num_tokens: table.file_bytes(num_tokens) for num_tokens in {*rows.nums_tokens}}
+    nothing = repeat(None)
+    chunks = [*map(
+        Chunk, rows.keys, rows.parents, rows.positions, catalog.inodes, nothing, nothing, nothing, repeat(table),
+        rows.nums_tokens, map(lengths.__getitem__, rows.nums_tokens), rows.created_ns, rows.last_used_ns, rows.hits,
+        repeat(0), repeat(NOWHERE), rows.offsets, volumes,
+    )]  # fmt: skip
+    catalog.take(table, chunks)
+    for chunk in compress(chunks, map(is_not, rows.parents, chain([None], rows.keys))):
+        above = table.chunks.get(chunk.parent)
+        if above is not None:
+            chunk.parent = above.key
+
+
+def _claim_extents(residency: Residency, stripe: Stripe, unclaimed: Iterable[tuple[int, int]]) -> None:
+    """Let nothing be allocated where a chunk of this volume is. Of two that overlap one is forgotten."""
+    chunks = [*residency.catalog.chunks()]
+    if residency.nvme is not None and len(residency.nvme) > 1:
+        chunks = [chunk for chunk in chunks if chunk.volume == stripe.number]
+    used = sorted(zip(map(_NVME, chunks), map(_LENGTH, chunks), strict=True))
+    room = (stripe.tier.volume.capacity - SUPERBLOCK_BYTES, SUPERBLOCK_BYTES)
+    try:
+        stripe.tier.extents = PatientAllocator(*room, used, unclaimed)
+    except ValueError:
+        chunks.sort(key=_NVME)
+        used = [(chunk.nvme, chunk.length) for chunk in _resolve_overlaps(residency, stripe.tier, chunks)]
+        stripe.tier.extents = PatientAllocator(*room, used, unclaimed)
+
+
+def _recover_order(nvme: Stripes, chunks: list[Chunk], needed_ns: list[int], now_ns: int) -> None:
+    """Give the policy of each volume its chunks, those first that were needed longest ago."""
+    for stripe in nvme:
+        there, then_ns = chunks, needed_ns
+        if len(nvme) > 1:
+            is_there = [chunk.volume == stripe.number for chunk in chunks]
+            there, then_ns = [*compress(chunks, is_there)], [*compress(needed_ns, is_there)]
+        stripe.tier.policy.recovered_all(there, ((now_ns - each_ns) / NS for each_ns in then_ns))
 
 
 def _recover_pins(residency: Residency, stripe: Stripe, rows: Iterable[PinRow], tables: dict[int, ChunkTable]) -> None:
     """Pin what was pinned. A pin that ended meanwhile is ended like any other; one whose chunk was lost goes with it."""
     for row in rows:
         table = tables.get(row.namespace)
-        chunk = table.chunks.get(Key(row.key)) if table is not None and _is_key(row.key) else None
+        chunk = table.chunks.get(Key(row.key)) if table is not None and is_key(row.key) else None
         if chunk is not None and chunk.volume == stripe.number and _is_end(row.until_ns):
             residency.pins.pin(chunk, row.until_ns)
         else:
             stripe.commits.pin(row.namespace, row.key, None)
-
-
-def fits(row: ChunkRow, namespace: Namespace, capacity: int) -> bool:
-    """Whether a row can be true of a chunk of this namespace, on a volume of so many bytes."""
-    numbers = (row.namespace, *row[3:])
-    if not (_is_key(row.key) and _is_key(row.parent) and all(isinstance(number, int) for number in numbers)):
-        return False
-    try:
-        length = geometry(namespace, row.num_tokens).file_bytes
-    except UsageError:
-        return False
-    if not 0 <= row.position < MAX_POSITION:
-        return False
-    return row.length == length and row.offset % 4096 == 0 and SUPERBLOCK_BYTES <= row.offset <= capacity - length
-
-
-def _is_key(value: object) -> bool:
-    """SQLite stores any type in any column."""
-    return isinstance(value, bytes) and len(value) == KEY_BYTES
 
 
 def _is_end(value: object) -> bool:

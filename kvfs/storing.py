@@ -104,7 +104,7 @@ class Storing:
         That it was asked for counts, so that what is asked for again and again gets its place.
         """
         self._counters.stores_refused += 1
-        chunk = Chunk(table, key, Key(new.parent), new.position, new.num_tokens, self._system.time_ns(), 0)
+        chunk = Chunk.new(table, key, Key(new.parent), new.position, new.num_tokens, self._system.time_ns(), 0)
         self._residency.departures.bypass(chunk)
         self._bypassed[table, key] = None
         if len(self._bypassed) > _MAX_BYPASSED:

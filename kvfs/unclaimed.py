@@ -28,7 +28,7 @@ class PatientAllocator(ExtentAllocator):
         """`used` and `unclaimed` are sorted by offset; what is used is not unclaimed."""
         used = list(used)
         self.unclaimed = _without(unclaimed, used, base, base + capacity)
-        super().__init__(capacity, base, sorted([*used, *self.unclaimed]))
+        super().__init__(capacity, base, sorted([*used, *self.unclaimed]) if self.unclaimed else used)
 
     @property
     def used_bytes(self) -> int:

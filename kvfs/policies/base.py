@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 from kvfs.policies.hint import Hint
@@ -105,6 +105,9 @@ class Rememberer(Protocol, Generic[E_contra]):
 
     def recovered(self, entry: E_contra, age_s: float) -> None:
         """Like `insert`, of an entry that was last used, or built on, so long ago. They come the oldest first."""
+
+    def recovered_all(self, entries: Sequence[E_contra], ages_s: Iterable[float]) -> None:
+        """The same of many at once; what may be left out, and is called by itself too."""
 
     def learnt(self, name_of: Callable[[Hashable], str]) -> bytes:
         """What was learned, for `recall`. Tables are written by their names."""

@@ -125,6 +125,15 @@ class Holding(Generic[E]):
         else:
             recovered(entry, age_s)
 
+    def recovered_all(self, entries: Sequence[E], ages_s: Iterable[float]) -> None:
+        """`recovered` for each, in order; at once where the policy can do that."""
+        recovered_all = getattr(self._order, "recovered_all", None)
+        if recovered_all is None or (self.is_held is not None and any(map(self.is_held, entries))):
+            for entry, age_s in zip(entries, ages_s, strict=True):
+                self.recovered(entry, age_s)
+        else:
+            recovered_all(entries, ages_s)
+
     def learnt(self, name_of: Callable[[Hashable], str]) -> bytes | None:
         """See `Rememberer`; None of a policy that is none."""
         learnt = getattr(self._order, "learnt", None)

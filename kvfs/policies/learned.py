@@ -94,7 +94,11 @@ class Learned(Generic[E]):
         return self._clock() // _TICK_S * _TICK_S
 
     def _group(self, entry: E) -> int:
-        first = self._groups.first(entry.table, entry.hint.class_ if entry.hint is not None else 0)
+        return self._group_of(
+            entry, self._groups.first(entry.table, entry.hint.class_ if entry.hint is not None else 0)
+        )
+
+    def _group_of(self, entry: E, first: int) -> int:
         uses = entry.hits + entry.returns
         group = first + (_BY_USES[uses] if uses < len(_BY_USES) else _NUM_BY_USES - 1)
         return group if self._weigh is None else group + _NUM_BY_USES * self._weigh(entry)
@@ -110,6 +114,24 @@ class Learned(Generic[E]):
         """See `Rememberer`."""
         now = self._now()
         self._came(entry, now, (now - max(0.0, age_s)) // _TICK_S * _TICK_S)
+
+    def recovered_all(self, entries: Sequence[E], ages_s: Iterable[float]) -> None:
+        """See `Rememberer`."""
+        now = self._now()
+        nodes = self._forest.add_all(entries)
+        reuse, leaves = self._reuse, self._leaves
+        firsts = {table: self._groups.first(table, 0) for table in {entry.table for entry in entries}}
+        for entry, node, age_s in zip(entries, nodes, ages_s, strict=False):
+            hint = entry.hint
+            node.group = self._group_of(entry, firsts[entry.table]) if hint is None else self._group(entry)
+            node.last = last = (now - age_s) // _TICK_S * _TICK_S if age_s > 0 else now
+            if reuse.may_watch(entry.key):
+                node.watched = reuse.came(mark_of(entry), node.group, last)
+            if hint is not None and hint.until_s > self._clock():
+                self._expect(node, hint.until_s)
+            if not node.num_below:
+                leaves[node.group].add(node)
+        self._forget_lowest()
 
     def _came(self, entry: E, now: float, last: float) -> None:
         node = self._forest.add(entry)

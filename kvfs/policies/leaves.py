@@ -6,7 +6,8 @@ Entries come and go in any order: one that is not there, but on which others are
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Generic
 
 from kvfs.policies.base import E
@@ -77,6 +78,36 @@ class Forest(Generic[E]):
             node.above = parent
         self.parts[hash(entry) & PART_MASK][entry] = node
         return node
+
+    def add_all(self, entries: Sequence[E]) -> list[Node[E]]:
+        """Nodes for new entries, in their order, where no other is yet that is built on one of them.
+
+        What an entry is built on mostly is the next one: that is looked at before it is looked for.
+        """
+        assert not self._absent
+        parts = self.parts
+        nodes: list[Node[E]] = [Node() for _ in entries]
+        for entry, node in zip(entries, nodes, strict=True):
+            node.entry = entry
+            parts[hash(entry) & PART_MASK][entry] = node
+        followers = chain(zip(islice(entries, 1, None), islice(nodes, 1, None), strict=True), [(None, None)])
+        for entry, node, (follower, its_node) in zip(entries, nodes, followers, strict=False):
+            if not entry.position:
+                continue
+            if follower is not None and follower.key is entry.parent and follower.position + 1 == entry.position:
+                above = its_node
+            else:
+                stored = entry.above()
+                above = parts[hash(stored) & PART_MASK].get(stored) if stored is not None else None
+                if above is None:
+                    place = (entry.table, entry.parent, entry.position - 1)
+                    above = self._absent.get(place)
+                    if above is None:
+                        above = self._absent[place] = Node()
+            assert above is not None
+            above.num_below += 1
+            node.above = above
+        return nodes
 
     def discard(self, entry: E) -> Node[E] | None:
         """Take an entry out; returns the node that it was built on, if that is an entry and a leaf now."""

@@ -7,7 +7,7 @@ predecessor is gone is worth nothing. On public traces of agents this alone gain
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic
 
 from kvfs.policies.base import E
@@ -25,6 +25,13 @@ class LeafFirstLRU(Generic[E]):
     def insert(self, entry: E) -> None:
         """See `Policy`."""
         self._order[entry] = None
+
+    def recovered_all(self, entries: Sequence[E], _ages_s: Iterable[float]) -> None:
+        """See `Rememberer`."""
+        if not self._order:
+            self._order = OrderedDict.fromkeys(entries)  # in half the time
+        else:
+            self._order.update(dict.fromkeys(entries))
 
     def touch(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""

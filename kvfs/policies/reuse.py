@@ -77,9 +77,13 @@ class Reuse:
         self._forgotten = [[0.0] * NUM_SPANS for _ in range(num_groups)]
         self._halved_at = -inf
 
+    def may_watch(self, key: bytes) -> bool:
+        """Whether an entry with this key is in the sample."""
+        return not self._mask or not int.from_bytes(key[:4], "little") & self._mask
+
     def came(self, mark: Mark, group: int, now: float) -> Watched | None:
         """An entry came into the tier; returns what to watch it by, if it is watched."""
-        if self._mask and int.from_bytes(mark[1][:4], "little") & self._mask:
+        if not self.may_watch(mark[1]):
             return None
         watched = self._gone.pop(mark, None)
         if watched is None:

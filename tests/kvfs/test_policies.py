@@ -484,6 +484,34 @@ def test_what_was_learned_goes_on_after_a_restart() -> None:
     assert sum(half) / len(half) < 0.35 * len(there), "what would have gone late goes early"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_recovered_at_once_goes_as_what_is_recovered_one_by_one(name: str) -> None:
+    """Chains and branches of them, with holes, the oldest first; some are held."""
+    rng, table, entries = random.Random(5), Table(), []
+    for number in range(600):
+        above = rng.choice(entries) if entries and rng.random() < 0.9 else None
+        entry = Item(table, number, above)
+        entry.hits = rng.randrange(4)
+        table[entry.key] = entry
+        entries.append(entry)
+    there = [entry for entry in entries if rng.random() < 0.9]
+    ages = {entry: 1000.0 - entry.number for entry in there}
+    there.sort(key=lambda entry: (-ages[entry] // 50, -entry.position))
+    for held in (frozenset[Item](), frozenset(there[::7])):
+        orders = []
+        for at_once in (False, True):
+            holding: Holding[Item] = Holding(maker(name)(Time()), held.__contains__)
+            if at_once:
+                holding.recovered_all(there, (ages[entry] for entry in there))
+            else:
+                for entry in there:
+                    holding.recovered(entry, ages[entry])
+            assert len(holding) == len(there)
+            orders.append([entry.number for entry in holding.victims(everything)])
+        assert orders[0] == orders[1]
+        assert len(orders[0]) == len(there) - len(held)
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -26,7 +26,7 @@ class Forest:
 
     def add(self, name: str, parent: str, position: int) -> tuple[Member, Moves[Member]]:
         """As `Catalog.create` does it."""
-        chunk = Member(key(name), key(parent), position, next(self.inodes))
+        chunk = Member(key(name), key(parent), position, next(self.inodes), None, None, None)
         self.chunks[chunk.key] = chunk
         return chunk, self.tree.add(chunk)
 

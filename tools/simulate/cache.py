@@ -131,7 +131,7 @@ class Cache:
             table = self._tables[trace.sources[number]]
             parent = _NOBODY if above is None else above.key
             position = trace.positions[number]
-            chunk = Chunk(table, self._keys[number], parent, position, trace.tokens_per_chunk, 0, number)
+            chunk = Chunk.new(table, self._keys[number], parent, position, trace.tokens_per_chunk, 0, number)
             chunk.is_removed = True
             self._chunks[number] = chunk
         return chunk
