@@ -27,11 +27,11 @@ class _Buffer(ctypes.Structure):
 
 
 _SIMPLE = 0  # PyBUF_SIMPLE: contiguous bytes, or BufferError
-_get = ctypes.pythonapi.PyObject_GetBuffer
-_get.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
-_release = ctypes.pythonapi.PyBuffer_Release
-_release.argtypes = (ctypes.POINTER(_Buffer),)
-_release.restype = None
+# Functions of our own: the argument types of those of `ctypes.pythonapi` are shared by the whole process.
+_get = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)(
+    ("PyObject_GetBuffer", ctypes.pythonapi)
+)
+_release = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_Buffer))(("PyBuffer_Release", ctypes.pythonapi))
 
 
 def address_of(memory: memoryview) -> int:

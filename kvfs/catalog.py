@@ -53,13 +53,13 @@ class Chunk(Member, eq=False, gc=False):
     last_used_ns: int
     hits: int = 0
     returns: int = 0
-    hint: Hint | None = None
     ram: int = NOWHERE
     nvme: int = NOWHERE
     volume: int = 0
-    is_proven: bool = False
     leases: int = 0
     is_removed: bool = False
+    is_proven: bool = False
+    hint: Hint | None = None
 
     @classmethod
     def new(

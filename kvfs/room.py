@@ -75,13 +75,19 @@ class Room:
     def reserve_ram(self, length: int, above: Chunk | None = None, spared: Collection[Chunk] = ()) -> int | None:
         """An extent of the arena, making room if need be; None under pressure. What is `spared` stays.
 
-        `above` is what a new chunk is built on: in a RAM cache none is taken that would be the first to go.
+        `above` is the deepest of what a new chunk is built on that is there: none of that is lost for it. A RAM cache takes
+        no chunk that would be the first to go.
         """
         if self._nvme is not None:
             may_go = self._may_leave_ram
-            if spared:
+            lost = frozenset(above.prefix()) if above is not None and len(self._kept_back) else ()
+            if spared or lost:
                 return self._ram.reserve(
-                    length, lambda chunk: chunk not in spared and may_go(chunk), self._evict_from_ram
+                    length,
+                    lambda chunk: (
+                        chunk not in spared and may_go(chunk) and not (chunk.nvme == NOWHERE and chunk in lost)
+                    ),
+                    self._evict_from_ram,
                 )
             return self._ram.reserve(length, may_go, self._evict_from_ram)
         if length > self._longest_gap(None):

@@ -63,6 +63,9 @@ class Storing:
         self._events = residency.events
         self._num_waiting_for_room = 0
         self._bypassed: dict[tuple[ChunkTable, bytes], None] = {}  # the last ones, that were not stored since
+        self._above: dict[
+            tuple[ChunkTable, bytes], Chunk
+        ] = {}  # of what is reserved: the deepest it builds on that is there
         self._looked_at: set[ChunkTable] = set()  # whether their chunks fit
 
     def forget(self, table: ChunkTable) -> None:
@@ -82,10 +85,11 @@ class Storing:
         if parent is None and (table, new.parent) in self._bypassed:
             self._bypass(table, key, new)
             return StoreStatus.REFUSED
+        above = self._above.get((table, new.parent)) if parent is None else parent
         why = None if self._fits(geo) else "too_large"
-        if why is None and not self._limits.make_room(table, geo.file_bytes, parent):
+        if why is None and not self._limits.make_room(table, geo.file_bytes, above):
             why = "quota"
-        offset = self._residency.room.reserve_ram(geo.file_bytes, parent) if why is None else None
+        offset = self._residency.room.reserve_ram(geo.file_bytes, above) if why is None else None
         if offset is None:
             if why is None and self._writer is None:
                 self._bypass(table, key, new)
@@ -95,6 +99,8 @@ class Storing:
             return StoreStatus.REFUSED
         if self._bypassed:
             self._bypassed.pop((table, key), None)
+        if above is not None:
+            self._above[table, key] = above
         table.reserved_bytes += geo.file_bytes
         return Reservation(table, new, key, geo, offset)
 
@@ -206,7 +212,7 @@ class Storing:
 
     def _make_visible(self, reservation: Reservation, created_ns: int, inode: int | None = None) -> Chunk:
         new = reservation.new
-        reservation.table.reserved_bytes -= reservation.geometry.file_bytes
+        self._no_longer_reserved(reservation)
         chunk, moves = self._residency.catalog.create(
             reservation.table, reservation.key, Key(new.parent), new.position, new.num_tokens, created_ns, inode
         )
@@ -239,7 +245,11 @@ class Storing:
 
     def _free_reserved(self, reservation: Reservation) -> None:
         self._residency.ram.extents.free(reservation.offset, reservation.geometry.file_bytes)
+        self._no_longer_reserved(reservation)
+
+    def _no_longer_reserved(self, reservation: Reservation) -> None:
         reservation.table.reserved_bytes -= reservation.geometry.file_bytes
+        self._above.pop((reservation.table, reservation.key), None)
 
     # copying in
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvfs.addresses import address_of
 from kvfs.errors import UsageError
 
 _AS_BYTES = "hand over its bytes, such as tensor.view(torch.uint8)"
@@ -92,23 +92,3 @@ def _on_host(target: object) -> Destination:
     # An empty view of several dimensions cannot be cast.
     view = view.cast("B") if view.nbytes else memoryview(bytearray())
     return Destination(address_of(view), view.nbytes, False, view, target)
-
-
-class _Buffer(ctypes.Structure):
-    """Py_buffer, of Python's C API."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p), ("obj", ctypes.py_object), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int), ("ndim", ctypes.c_int), ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p), ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )  # fmt: skip
-
-
-def address_of(view: memoryview) -> int:
-    """Where the memory of a contiguous view lies, be it writable or not (ctypes' own way takes writable ones only)."""
-    buffer = _Buffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    address = buffer.buf or 0
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
-    return address

@@ -9,8 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 
+from kvfs.addresses import address_of
 from kvfs.chunk import ALIGNMENT, align
-from kvfs.device.destination import address_of
 from kvfs.system import System
 from kvfs.volume import align_down, aligned_buffer
 

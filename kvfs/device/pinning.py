@@ -6,7 +6,7 @@ support it, which many do not; else what lies there goes through a ring of pinne
 
 from __future__ import annotations
 
-from kvfs.device.destination import address_of
+from kvfs.addresses import address_of
 from kvfs.device.driver import Driver
 from kvfs.errors import UnavailableError
 

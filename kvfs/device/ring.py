@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvfs.device.destination import Destination, address_of
+from kvfs.addresses import address_of
+from kvfs.device.destination import Destination
 from kvfs.device.driver import Driver
 from kvfs.device.host import read_fully
 from kvfs.system import System

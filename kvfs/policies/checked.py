@@ -6,7 +6,7 @@ for ever, with the whole store behind it; here it raises UsageError instead. Wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic
 
 from kvfs.errors import UsageError
@@ -40,6 +40,11 @@ class Checked(Generic[E]):
         """See `Rememberer`; to a policy that is none it comes like any other."""
         self._entries.add(entry)
         getattr(self._policy, "recovered", lambda entry, _: self._policy.insert(entry))(entry, age_s)
+
+    def recovered_all(self, entries: Sequence[E], ages_s: Iterable[float]) -> None:
+        """See `Rememberer`."""
+        for entry, age_s in zip(entries, ages_s, strict=False):
+            self.recovered(entry, age_s)
 
     def touch(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""

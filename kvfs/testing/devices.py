@@ -9,7 +9,8 @@ import mmap
 from collections.abc import Sequence
 from typing import Any
 
-from kvfs.device.destination import Destination, address_of
+from kvfs.addresses import address_of
+from kvfs.device.destination import Destination
 from kvfs.device.gpu import Way
 from kvfs.device.host import read_fully
 from kvfs.device.slab import Slab

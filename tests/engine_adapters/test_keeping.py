@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from kvfs.addresses import address_of
 from kvfs.client import Client
-from kvfs.device.destination import address_of
 from kvfs.engine_adapters.keeping import Keeping
 from kvfs.testing import DEADLINE_S, settings_in, socket_path, tiny_namespace, wait_until
 from kvfs.testing.daemon import DaemonProcess

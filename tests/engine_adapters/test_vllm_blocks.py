@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvfs.device.destination import address_of
+from kvfs.addresses import address_of
 from kvfs.engine_adapters.vllm_blocks import LAYOUT_ORDERS, BlockOrder, HostBlocks, block_view, order_of
 from kvfs.engine_adapters.vllm_device_blocks import DeviceBlocks
 from kvfs.errors import UnavailableError, UsageError

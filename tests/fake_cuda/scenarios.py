@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvfs.device.destination import address_of, destination_of
+from kvfs.addresses import address_of
+from kvfs.device.destination import destination_of
 from kvfs.device.gpu import Gpu, Way
 from kvfs.device.reader import Reader
 from kvfs.engine_adapters.pinned_arena import register

@@ -127,5 +127,4 @@ class Replay:
                 return reserved, chunk
             reserved.append((chunk, offset))
             above = chunk
-            visible = None
         return reserved, None

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvfs.device.destination import address_of, destination_of
+from kvfs.addresses import address_of
+from kvfs.device.destination import destination_of
 from kvfs.device.gpu import Way
 from kvfs.device.host import is_direct
 from kvfs.device.reader import PIECE_BYTES, Reader
