@@ -208,8 +208,13 @@ def _check(publishing: Publishing) -> None:
         raise UnavailableError("a chunk could not be published")
 
 
-def load(client: Client, chains: Sequence[keys.ChainHash], target: memoryview, source: Tier) -> float:
-    """Load chunks, verified, into `target` (used as a ring); returns seconds. All must come from the tier `source`."""
+def load(
+    client: Client, chains: Sequence[keys.ChainHash], target: memoryview, source: Tier, num_threads: int | None = None
+) -> float:
+    """Load chunks, verified, into `target` (used as a ring); returns seconds. All must come from the tier `source`.
+
+    They are copied by so many threads, or by as many as a client takes by itself.
+    """
     started = time.perf_counter()
     bounds = geometry(client.namespace, TOKENS_PER_CHUNK).bounds
     position = 0
@@ -227,6 +232,6 @@ def load(client: Client, chains: Sequence[keys.ChainHash], target: memoryview, s
     with loading:
         if any(found is not source for found in loading.sources):
             raise UnavailableError(f"the chunks were not all on {source.name}: {set(loading.sources)}")
-        for error in loading.copy_all(place).values():
+        for error in loading.copy_all(place, num_helpers=None if num_threads is None else num_threads - 1).values():
             raise error
     return time.perf_counter() - started

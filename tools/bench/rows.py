@@ -25,7 +25,9 @@ RING_BYTES = 256 << 20
 IO_THREADS = 4
 _NUM_PROMPT_TOKENS = 100_000
 _NUM_STATS = 500
-
+NUM_THREADS = min(2, len(os.sched_getaffinity(0)))
+RAM_LOADS = [("ram_load", "memcpy", 1), ("ram_load_2_threads", "memcpy_2_threads", 2)][:NUM_THREADS]
+"""Each beside copies by as many threads; a client takes two by itself where it has the cores."""
 
 Progress = Callable[[str], None]
 
@@ -62,17 +64,19 @@ def transfers(
                 rig.store(client, prompt, source)
                 daemon.wait_until_clean()
 
-            def load(prompt: rig.Prompt, tier: Tier) -> float:
+            def load(prompt: rig.Prompt, tier: Tier, num_threads: int = NUM_THREADS) -> float:
                 # The last part first: what goes on where a load ended would be read ahead.
                 parts = [prompt.chains[i : i + NUM_KEYS] for i in reversed(range(0, num_chunks, NUM_KEYS))]
-                return sum(rig.load(client, part, ring, tier) for part in parts)
+                return sum(rig.load(client, part, ring, tier, num_threads) for part in parts)
 
             for number in range(rounds):
                 progress(f"chunks of {shape.chunk_bytes >> 20} MiB: loads, round {number + 1} of {rounds}")
                 pairs.add("nvme_load_cold", load(first if number % 2 == 0 else second, Tier.NVME))
                 pairs.add("raw_odirect_read", raw.read(source, shape.chunk_bytes))
-                pairs.add("ram_load", load(first if number % 2 == 0 else second, Tier.RAM))
-                pairs.add("memcpy", limits.memcpy(source, ring, shape.chunk_bytes))
+                prompt = first if number % 2 == 0 else second
+                for name, limit, num_threads in RAM_LOADS:
+                    pairs.add(name, load(prompt, Tier.RAM, num_threads))
+                    pairs.add(limit, limits.memcpy(source, ring, shape.chunk_bytes, num_threads))
             for number in range(rounds):
                 progress(f"chunks of {shape.chunk_bytes >> 20} MiB: stores, round {number + 1} of {rounds}")
                 prompt = rig.Prompt.random(namespace, num_chunks, 100 + number)
@@ -88,7 +92,8 @@ def transfers(
     for number in range(fresh_rounds):
         progress(f"chunks of {shape.chunk_bytes >> 20} MiB: a fresh volume, round {number + 1} of {fresh_rounds}")
         _store_fresh(shape, directory / f"fresh-{number}", whole, source, access, pairs)
-    yield pairs.speed("ram_load", "memcpy", payload, shape.chunk_bytes)
+    for name, limit, _ in RAM_LOADS:
+        yield pairs.speed(name, limit, payload, shape.chunk_bytes)
     yield pairs.speed("nvme_load_cold", "raw_odirect_read", payload, shape.chunk_bytes)
     yield pairs.speed("store", "memcpy_store", payload, shape.chunk_bytes)
     yield pairs.speed("store_clean", "raw_odirect_write", payload, shape.chunk_bytes)
