@@ -10,9 +10,10 @@ import logging
 import math
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -118,8 +119,8 @@ def _keep_what_is_left(index: Index, nvme: NvmeTier) -> None:
         log.warning("the index could not be written: %s", error)
 
 
-def _open_arena(settings: Settings, system: System, place: Path | None) -> Arena:
-    """The arena of the daemon before us, or a new one. Blocks."""
+def _arena(settings: Settings, system: System, place: Path | None) -> Callable[[], Arena]:
+    """What gives the arena of the daemon before us, or a new one, which takes long. Raises UsageError if there is no memory."""
     windows = settings.window_bytes * _MAX_WINDOWS
     facts = None
     if place is not None:
@@ -129,9 +130,10 @@ def _open_arena(settings: Settings, system: System, place: Path | None) -> Arena
         )
         kept = kept_places.find(place, facts, windows)
         if kept is not None:
-            return Arena.of(kept, windows)
+            return partial(Arena.of, kept, windows)
     _check_memory(settings, system)
-    return Arena.create(
+    return partial(
+        Arena.create,
         settings.ram_bytes,
         huge_pages=settings.huge_pages == "auto",
         window_budget_bytes=windows,
@@ -260,6 +262,53 @@ async def _open_volumes(
     return [where for where in settings.nvme if where.directory in failed]
 
 
+async def _open_tiers(
+    settings: Settings, system: System, place: Path | None, events: EventLog, opened: list[_Opened]
+) -> tuple[Arena, list[VolumeSetting]]:
+    """The arena, and the volumes that are missing; what is `opened` is appended. If one of both fails nothing stays open.
+
+    They are opened side by side: each takes seconds where it is large.
+    """
+    with _told("the RAM tier"):
+        make_arena = await trio.to_thread.run_sync(_arena, settings, system, place)
+    arenas: list[Arena] = []
+    missing: list[VolumeSetting] = []
+    failures: list[UsageError] = []
+
+    async def open_arena() -> None:
+        try:
+            with _told("the RAM tier"):
+                arenas.append(await trio.to_thread.run_sync(make_arena))
+        except UsageError as error:
+            failures.insert(0, error)
+
+    async def open_volumes() -> None:
+        try:
+            missing.extend(await _open_volumes(settings, system, events, opened))
+        except UsageError as error:
+            failures.append(error)
+
+    try:
+        with uncollected():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(open_arena)
+                nursery.start_soon(open_volumes)
+        if failures:
+            raise failures[0]
+    except BaseException:
+        _close(arenas, opened)
+        raise
+    return arenas[0], missing
+
+
+def _close(arenas: Iterable[Arena], opened: Iterable[_Opened]) -> None:
+    for each in opened:
+        each.index.close()
+        each.volume.close()
+    for arena in arenas:
+        arena.close()
+
+
 def _may_be_there(where: VolumeSetting) -> bool:
     try:
         return Path(where.directory, VOLUME).exists()
@@ -297,12 +346,10 @@ async def open_store(
     system = system or System()
     make_policy = policies.maker(settings.policy)
     events, counters = EventLog(system), Counters()
-    with _told("the RAM tier"):
-        arena = await trio.to_thread.run_sync(_open_arena, settings, system, place)
     opened: list[_Opened] = []
+    arena, missing = await _open_tiers(settings, system, place, events, opened)
     try:
         with uncollected():
-            missing = await _open_volumes(settings, system, events, opened)
             stripes = [
                 each.stripe(number, settings, make_policy(system.monotonic), counters)
                 for number, each in enumerate(opened)
@@ -348,7 +395,4 @@ async def open_store(
         for each, stripe in zip(opened, stripes, strict=True):
             _keep_what_is_left(each.index, stripe.tier)
     finally:
-        for each in opened:
-            each.index.close()
-            each.volume.close()
-        arena.close()
+        _close([arena], opened)
