@@ -10,6 +10,7 @@ import pytest
 from kvfs.commits import Commits
 from kvfs.documents import Document, Documents
 from kvfs.errors import DiskFullError
+from kvfs.messages import StoreStatus
 from kvfs.mount.errnos import errno_of
 from kvfs.pins import FOREVER
 from kvfs.store import Store
@@ -34,8 +35,8 @@ def give_pages(commits: Commits, number: int) -> None:
 async def test_a_pin_without_room(tmp_path: Path) -> None:
     """It is ENOSPC at the mount, a field of the status, and durable when there is room again."""
     chain = chain_of(NS, 400)
-    async with open_table(tmp_path) as (store, table):
-        await store_chain(store, table, chain)
+    async with open_table(tmp_path, ram=32 << 20) as (store, table):
+        assert set(await store_chain(store, table, chain)) == {StoreStatus.STORED}
         assert await store.flush()
         commits = commits_of(store)
         assert not store.statistics().volumes[0].is_disk_full
@@ -48,7 +49,7 @@ async def test_a_pin_without_room(tmp_path: Path) -> None:
         give_pages(commits, 1 << 30)
         await store.settle()
         assert not store.statistics().volumes[0].is_disk_full
-    async with open_table(tmp_path) as (store, _):
+    async with open_table(tmp_path, ram=32 << 20) as (store, _):
         assert store.statistics().num_pinned == 400
 
 

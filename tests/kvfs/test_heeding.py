@@ -118,7 +118,7 @@ async def test_a_namespace_expects_no_more_than_it_may(tmp_path: Path) -> None:
         chain = chain_of(MIB, 2)
         await store_chain(store, table, chain)
         first, second = (table.chunks[key] for key in chain.keys)
-        others = [Chunk(table, key_of_number(number), first.key, 9, 16, 0, 0) for number in range(MAX_EXPECTED - 1)]
+        others = [Chunk.new(table, key_of_number(number), first.key, 9, 16, 0, 0) for number in range(MAX_EXPECTED - 1)]
         store.hints._expected[table] = dict.fromkeys([*others, first], store.system.monotonic() + 60)
         for chunk in others:
             chunk.hint = None

@@ -170,22 +170,28 @@ def test_held_is_what_a_pinned_chunk_needs(steps: list[tuple[str, str]]) -> None
     assert len(bench.pins) == len(pinned)
 
 
+class Entry(int):
+    """As much as the two policies look at."""
+
+    hint = None
+
+
 def test_what_is_held_is_not_among_the_victims() -> None:
     """It is in the tier all the same, and goes back into the order as just used."""
     held = {2}
-    policy: Holding[int] = Holding(LeafFirstLRU(), held.__contains__)
-    for entry in range(4):
+    policy: Holding[Entry] = Holding(LeafFirstLRU(), held.__contains__)
+    for entry in map(Entry, range(4)):
         policy.insert(entry)
-    policy.hold(0)
-    policy.hold(9)
+    policy.hold(Entry(0))
+    policy.hold(Entry(9))
     assert list(policy.victims(lambda _: True)) == [1, 3]
     assert len(policy) == 4
-    policy.let_go(0)
-    policy.let_go(9)
+    policy.let_go(Entry(0))
+    policy.let_go(Entry(9))
     assert list(policy.victims(lambda _: True)) == [1, 3, 0]
-    for entry in (2, 1, 1):
+    for entry in map(Entry, (2, 1, 1)):
         policy.remove(entry)
-    policy.let_go(2)
+    policy.let_go(Entry(2))
     assert list(policy.victims(lambda _: True)) == [3, 0]
     assert len(policy) == 2
 
