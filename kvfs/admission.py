@@ -60,6 +60,6 @@ class Admission:
         return Verdict.ADMITTED
 
     def spent_on(self, now_ns: int) -> Spent:
-        """What was admitted on the day of `now_ns`. A clock that was set back ends no day."""
+        """What was admitted on the day of `now_ns`. A clock that was set back by less than a day ends none."""
         day = now_ns // _DAY_NS
-        return self._spent if day <= self._spent.day else Spent(day, 0)
+        return self._spent if day in (self._spent.day, self._spent.day - 1) else Spent(day, 0)

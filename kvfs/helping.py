@@ -41,6 +41,7 @@ class _Job(Generic[P]):
         self._taking = threading.Lock()
         self._is_over = False
         self._helping = threading.Condition()
+        self._process = os.getpid()
         self._num_helping = 0
 
     def work_on(self) -> None:
@@ -55,8 +56,9 @@ class _Job(Generic[P]):
     def _take(self) -> P | None:
         with self._taking:
             piece = None if self._is_over else next(self._pieces, None)
-            self._is_over = piece is None
-            return piece
+            if piece is None:
+                self._is_over = True
+            return None if self._is_over else piece  # another thread may have failed meanwhile
 
     def help_out(self) -> None:
         """The same by a helper."""
@@ -72,6 +74,8 @@ class _Job(Generic[P]):
     def wait_for_helpers(self) -> None:
         """Return when no helper works on it, and none will."""
         self._is_over = True
+        if os.getpid() != self._process:  # forked by what was done with a piece: the helpers are not here
+            return
         with self._helping:
             while self._num_helping:
                 self._helping.wait()

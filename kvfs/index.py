@@ -49,6 +49,7 @@ CREATE TABLE IF NOT EXISTS limits (namespace INTEGER PRIMARY KEY, quota_bytes IN
 SET_ASIDE = FILE_NAME + ".set-aside"
 _UNCLAIMED = "unclaimed"
 _SPENT = "spent"
+_MOST_SPENT = 1 << 62
 _LEARNT = "learnt by the policy of "
 _VOLUMES = "volumes"
 _EXTENT = struct.Struct("<QQ")
@@ -289,11 +290,12 @@ class Index:
         return row[0] if row is not None and isinstance(row[0], bytes) else None
 
     def spent(self) -> Spent | None:
-        """What was admitted to NVMe, on the last day on which something was; None if nothing is known of it."""
+        """What was admitted to NVMe, on the last day on which something was; None if nothing is known of it, or it cannot be."""
         row = self._connection.execute("SELECT value FROM facts WHERE name = ?", (_SPENT,)).fetchone()
         if row is None or not isinstance(row[0], bytes) or len(row[0]) != _EXTENT.size:
             return None
-        return Spent(*_EXTENT.unpack(row[0]))
+        spent = Spent(*_EXTENT.unpack(row[0]))
+        return spent if spent.num_bytes < _MOST_SPENT else None
 
     @property
     def is_new(self) -> bool:

@@ -23,6 +23,7 @@ from kvfs.namespace import Namespace
 from kvfs.volume import SUPERBLOCK_BYTES
 
 MAX_POSITION = 1 << 32
+MAX_HITS = 1 << 48
 _MANY = 8192
 _SOME_KEYS = struct.Struct(f"{KEY_BYTES}s" * _MANY)
 _numbers = msgspec.json.Decoder(list[int]).decode
@@ -125,6 +126,8 @@ def _all_fit(rows: ChunkColumns, namespace: Namespace, capacity: int) -> bool:
         all(length == _length(namespace, num_tokens) for num_tokens, length in sizes)
         and min(rows.positions, default=0) >= 0
         and max(rows.positions, default=0) < MAX_POSITION
+        and min(rows.hits, default=0) >= 0
+        and max(rows.hits, default=0) < MAX_HITS
         and min(rows.offsets, default=SUPERBLOCK_BYTES) >= SUPERBLOCK_BYTES
         and max(rows.offsets, default=0) + max(rows.lengths, default=0) <= capacity
         and not any(map((ALIGNMENT - 1).__and__, rows.offsets))
@@ -137,7 +140,9 @@ def fits(row: ChunkRow, namespace: Namespace, capacity: int) -> bool:
     if not (is_key(row.key) and is_key(row.parent) and all(isinstance(number, int) for number in numbers)):
         return False
     length = _length(namespace, row.num_tokens)
-    if length is None or length != row.length or not 0 <= row.position < MAX_POSITION:
+    if length is None or length != row.length:
+        return False
+    if not (0 <= row.position < MAX_POSITION and 0 <= row.hits < MAX_HITS):
         return False
     return row.offset % ALIGNMENT == 0 and SUPERBLOCK_BYTES <= row.offset <= capacity - length
 

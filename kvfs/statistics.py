@@ -55,11 +55,15 @@ class Unwritten(msgspec.Struct, frozen=True):
     is_kept: bool
 
     @property
+    def what(self) -> str:
+        """How much it is, for people."""
+        return f"{self.num_chunks:,} chunk{'' if self.num_chunks == 1 else 's'}, {format_size(self.size_bytes)},"
+
+    @property
     def sentence(self) -> str:
         """It for people."""
-        count = f"{self.num_chunks:,} chunk{'' if self.num_chunks == 1 else 's'}"
         end = "stay in RAM, for the next mount here" if self.is_kept else "are lost"
-        return f"{count}, {format_size(self.size_bytes)}, could not be written to NVMe and {end}: {self.reason}"
+        return f"{self.what} could not be written to NVMe and {end}: {self.reason}"
 
 
 class Statistics(msgspec.Struct, frozen=True):

@@ -86,16 +86,22 @@ class Ending:
         os._exit(EXIT_FAILURE)
 
 
-def take(socket_path: str) -> Unwritten | None:
-    """What a daemon that has ended said of that; None if it wrote everything. It is said once."""
-    file = Path(socket_path).with_name(FILE_NAME)
+def said(directory: Path) -> Unwritten | None:
+    """What the last daemon whose socket lay there could not write; None if it wrote everything."""
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=Unwritten)
+        return msgspec.json.decode((directory / FILE_NAME).read_bytes(), type=Unwritten)
     except (OSError, msgspec.MsgspecError):
         return None
-    with contextlib.suppress(OSError):  # an arena that stays lies in the directory
-        file.unlink()
-        file.parent.rmdir()
+
+
+def take(socket_path: str) -> Unwritten | None:
+    """The same; it is said once, but where an arena was kept that has it."""
+    directory = Path(socket_path).parent
+    found = said(directory)
+    if found is not None and not found.is_kept:
+        with contextlib.suppress(OSError):
+            (directory / FILE_NAME).unlink()
+            directory.rmdir()
     return found
 
 

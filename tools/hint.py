@@ -71,6 +71,7 @@ def hint(
     A use ends --closed and --expect; all hints end with the daemon. A wrong one costs chunks of its own namespace.
     """
     wanted = _wanted(closed, expect, class_, clear)
+    paths = [path if os.path.lexists(path) else path.rstrip("*") for path in paths]  # as `kvfs ls` shows them
     places = [(path, _mount_of(path)) for path in paths]
     found = [_ask(mount, path, wanted) for path, mount in places]
     if as_json:

@@ -151,8 +151,17 @@ def mount(
             daemon = in_background.start(settings)
             typer.echo(f"kvfs: mounted on {settings.mountpoint}, {describe(settings)}")
             typer.echo(f"kvfs: process {daemon.pid}, log in {daemon.log_file}")
+            for directory in _missing_volumes(settings.mountpoint):
+                typer.echo(f"kvfs: the volume in {directory} is not there: the cache goes on without it", err=True)
         else:
             run(settings, report)
+
+
+def _missing_volumes(mountpoint: str) -> list[str]:
+    from kvfs.tools import mounted
+
+    volumes = mounted.read_status(mounted.find(mountpoint)).get("volumes", [])
+    return [each["directory"] for each in volumes if each["kind"] == "missing"]
 
 
 def describe(settings: Settings) -> str:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from kvfs.config import format_size
 from kvfs.errors import KvfsError, UnavailableError
 from kvfs.tools import mounted
 
@@ -41,14 +42,20 @@ def sync(
     has_nvme = isinstance(before.get("nvme"), dict)
     if has_nvme:
         _wait(path, before)
+    kept_back_bytes = int(mounted.read_status(path).get("kept_back_bytes", 0)) if has_nvme else 0
     result = {
         "mountpoint": path, "has_nvme": has_nvme, "dirty_bytes": before.get("dirty_bytes", 0),
-        "seconds": round(time.monotonic() - begin, 3),
+        "kept_back_bytes": kept_back_bytes, "seconds": round(time.monotonic() - begin, 3),
     }  # fmt: skip
     if as_json:
         typer.echo(msgspec.json.encode(result).decode())
     elif not has_nvme:
         typer.echo(f"kvfs: {path} is a RAM cache: there is nothing to write to")
+    elif kept_back_bytes:
+        typer.echo(
+            f"kvfs: all that was in {path} is on NVMe, but {format_size(kept_back_bytes)} that are not admitted to it and go "
+            "with the daemon"
+        )
     else:
         typer.echo(f"kvfs: all that was in {path} is on NVMe")
 

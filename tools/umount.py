@@ -32,7 +32,8 @@ Takes the mount away even if it is busy or its daemon is stopped, and does not w
 kvfs umount /mnt/kvfs --keep-ram
 
 For an upgrade or other settings: what is in RAM stays there, for the next `kvfs mount` at the same place on this boot.
-`kvfs umount /mnt/kvfs` once more, with nothing mounted, gives that memory back; so it does after a daemon was killed.
+`kvfs umount /mnt/kvfs` once more, with nothing mounted, gives that memory back; so it does after a daemon was killed. If it
+has what could not be written to NVMe, that takes --force.
 """
 
 PATIENCE_S = 1.0
@@ -62,7 +63,7 @@ def umount(
     try:
         path = mounted.find(mountpoint)
     except UsageError:
-        if not _give_back(mountpoints.resolve(mountpoint)):
+        if not _give_back(mountpoints.resolve(mountpoint), is_forced=force):
             raise
         return
     if force:
@@ -74,7 +75,7 @@ def umount(
     except mounted.GoneError:
         _unmount(path, lazy=True)
         typer.echo(f"kvfs: {path} is unmounted; its daemon was dead already")
-        _give_back(path)
+        _give_back(path, is_forced=True)
         return
     except UnavailableError as error:
         raise UnavailableError(f"{error}; `kvfs umount --force` takes the mount away all the same") from error
@@ -96,7 +97,7 @@ def umount(
         if daemon_fd is not None:
             os.close(daemon_fd)
     unwritten = ending.take(socket_path)
-    if unwritten is not None and not unwritten.is_kept:
+    if unwritten is not None and (place is None or not unwritten.is_kept):
         raise KvfsError(f"{path} is unmounted, but {unwritten.sentence}")
     typer.echo(f"kvfs: {path} is unmounted")
     if unwritten is not None:
@@ -119,10 +120,19 @@ def _keep(path: str, socket_path: str) -> Path:
     return place
 
 
-def _give_back(path: str) -> bool:
-    """Give back the memory that a daemon that is gone left for the next mount; returns whether there was any."""
+def _give_back(path: str, *, is_forced: bool) -> bool:
+    """Give back the memory that a daemon that is gone left for the next mount; returns whether there was any.
+
+    Raises UsageError if that daemon said that it has what is nowhere else, unless `is_forced`.
+    """
     found = False
     for place, facts in list(kept.kept_for(path)):
+        unwritten = ending.said(place.parent)
+        if unwritten is not None and not is_forced:
+            raise UsageError(
+                f"the RAM kept for the next mount on {path} has {unwritten.what} that NVMe does not have: mount it again to "
+                "have that written, or give it up with `kvfs umount --force`"
+            )
         try:
             is_removed = kept.remove_if_left(place)
         except OSError as error:

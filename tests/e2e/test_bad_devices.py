@@ -80,6 +80,27 @@ def test_umount_says_what_a_failing_device_lost(faulty: FaultyDaemon, engines: A
     assert faulty.ended() == 0
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only a daemon of root has an arena that outlives it")
+def test_ram_that_has_what_nvme_lacks_is_given_back_when_forced(faulty: FaultyDaemon, engines: Any) -> None:
+    """An end that could not write is exit code 1 also where RAM stays; the next mount has it, or somebody gives it up."""
+    faulty.start("--huge-pages=auto")
+    faulty.tell("fail")
+    engines(faulty.path).store("abc")
+    said = kvfs("umount", faulty.path)
+    assert said.returncode == 1
+    assert "could not be written to NVMe and stay in RAM, for the next mount here" in said.stderr
+    faulty.ended()
+    refused = kvfs("umount", faulty.path)
+    assert refused.returncode == 2
+    assert "has 3 chunks" in refused.stderr
+    assert "--force" in refused.stderr
+    forced = kvfs("umount", faulty.path, "--force")
+    assert forced.returncode == 0
+    assert "are given back" in forced.stdout
+    assert kvfs("umount", faulty.path).returncode == 2, "nothing is left"
+
+
+@pytest.mark.heavy
 def test_a_signal_says_it_too(faulty: FaultyDaemon, engines: Any) -> None:
     """In the foreground, on stderr; the next daemon there does not say it again."""
     faulty.start()
@@ -137,6 +158,7 @@ def test_a_volume_that_hangs(faulty: FaultyDaemon, engines: Any, wait: Any) -> N
     assert os.listdir(faulty.run_directory) == []
 
 
+@pytest.mark.heavy
 def test_a_daemon_that_is_told_to_end_while_its_device_hangs(
     faulty: FaultyDaemon, engines: Any, reap: Any, wait: Any
 ) -> None:

@@ -65,6 +65,29 @@ def test_what_the_work_raises_is_raised(who: str) -> None:
         for_each(itertools.count(), work, 1)
 
 
+def test_nothing_is_begun_after_a_failure_while_the_next_piece_is_fetched() -> None:
+    """The helper waits for a piece when the asker fails: that piece, and all behind it, are left."""
+    is_fetching, may_go = threading.Event(), threading.Event()
+    begun: list[int] = []
+
+    def pieces() -> Iterator[int]:
+        yield 0
+        is_fetching.set()
+        assert may_go.wait(DEADLINE_S)
+        yield from range(1, 20)
+
+    def work(piece: int) -> None:
+        begun.append(piece)
+        if piece == 0:
+            assert is_fetching.wait(DEADLINE_S)
+            threading.Timer(0.1, may_go.set).start()
+            raise KeyError(piece)
+
+    with pytest.raises(KeyError):
+        for_each(pieces(), work, 1)
+    assert begun == [0]
+
+
 def test_what_the_pieces_raise_is_raised() -> None:
     def pieces() -> Iterator[int]:
         yield 1
@@ -91,6 +114,31 @@ first.join()
 assert done == [*range(100)]
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=DEADLINE_S)
+
+
+def test_a_child_that_is_forked_by_a_piece_of_work_waits_for_nobody() -> None:
+    """The helper that is at work in the parent is not in the child."""
+    program = f"""
+import os, threading
+from kvfs.helping import for_each
+both, forked = threading.Barrier(2), threading.Event()
+asker, child = threading.get_ident(), None
+def work(piece):
+    global child
+    if piece > 1:
+        return
+    both.wait({DEADLINE_S})
+    if threading.get_ident() == asker:
+        child = os.fork()
+        forked.set()
+    else:
+        forked.wait({DEADLINE_S})
+for_each(iter(range(9)), work, 1)
+if not child:
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=2 * DEADLINE_S)
 
 
 def test_a_forked_child_has_helpers_of_its_own() -> None:

@@ -95,7 +95,8 @@ DAMAGE = [
     "position = 'first'", "position = NULL", "position = 1.5", "num_tokens = 0", "num_tokens = 17", "num_tokens = x'10'",
     "offset = offset + 1", "offset = 0", "offset = -4096", f"offset = {CAPACITY}", "offset = NULL",
     "offset = '1,2'", "length = length + 4096", "length = ''", "created_ns = 'now'", "created_ns = NULL",
-    "last_used_ns = 1e300", "last_used_ns = x'00'", "hits = NULL", "hits = ']'", "hits = 0.5", "namespace = 'one'",
+    "last_used_ns = 1e300", "last_used_ns = x'00'", "hits = NULL", "hits = ']'", "hits = 0.5", "hits = -5", f"hits = {(1 << 63) - 1}",
+    "namespace = 'one'",
     "namespace = x'01'", "namespace = 1.5",
 ]  # fmt: skip
 

@@ -116,6 +116,7 @@ def test_the_chunks_have_the_sizes_that_are_told() -> None:
 
 
 @needs_fuse
+@pytest.mark.heavy
 def test_many_chunks_are_measured(tmp_path: Path) -> None:
     """Every row is there, of chunks that were really stored, found, listed and found again by a second daemon."""
     found = kvfs("bench", "million", "--num-chunks=2000", f"--dir={tmp_path}", "--json")

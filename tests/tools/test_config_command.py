@@ -84,3 +84,8 @@ def test_several_volumes_in_the_background(mount: Mount, tmp_path: Path) -> None
     mount.start()
     assert [Path(each["directory"]).name for each in mount.json("status")["volumes"]] == ["volume", "second"]
     assert kvfs("umount", mount.path).returncode == 0
+    (tmp_path / "second").rename(tmp_path / "away")
+    result = kvfs("mount", mount.path, *mount.flags, "--background")
+    assert result.returncode == 0
+    assert f"the volume in {tmp_path}/second is not there: the cache goes on without it" in result.stderr
+    assert kvfs("umount", mount.path).returncode == 0

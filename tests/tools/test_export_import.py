@@ -225,6 +225,7 @@ def test_more_mistakes(source: Mount, tmp_path: Path) -> None:
     assert sys.stdout is not None
 
 
+@pytest.mark.heavy
 def test_what_is_evicted_again_is_told_of(source: Mount, tmp_path: Path) -> None:
     """Of a quota, which is named, and of a cache that is too small."""
     for number in range(20):
