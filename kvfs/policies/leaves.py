@@ -10,6 +10,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Generic
 
+from msgspec import Struct
+
 from kvfs.policies.base import E
 from kvfs.policies.reuse import Watched
 
@@ -18,8 +20,8 @@ _NUM_PARTS = 256
 PART_MASK = _NUM_PARTS - 1
 
 
-class Node(Generic[E]):
-    """An entry of the tier, or its place.
+class Node(Struct, Generic[E], eq=False, gc=False):
+    """An entry of the tier, or its place. There are no circles of them, and the collector need not look at a million.
 
     Attributes:
         entry: None while it is not in the tier; above: the node that it is built on, None at the head of a chain.
@@ -28,15 +30,12 @@ class Node(Generic[E]):
         watched: what is learned by it, if it is in the sample.
     """
 
-    __slots__ = ("above", "entry", "group", "last", "num_below", "watched")
-
-    def __init__(self) -> None:
-        self.entry: E | None = None
-        self.above: Node[E] | None = None
-        self.num_below = 0
-        self.group = 0
-        self.last = 0.0
-        self.watched: Watched | None = None
+    entry: E | None = None
+    above: Node[E] | None = None
+    num_below: int = 0
+    group: int = 0
+    last: float = 0.0
+    watched: Watched | None = None
 
 
 class Forest(Generic[E]):
