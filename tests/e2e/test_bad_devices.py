@@ -80,6 +80,7 @@ def test_umount_says_what_a_failing_device_lost(faulty: FaultyDaemon, engines: A
     assert faulty.ended() == 0
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(os.geteuid() != 0, reason="only a daemon of root has an arena that outlives it")
 def test_ram_that_has_what_nvme_lacks_is_given_back_when_forced(faulty: FaultyDaemon, engines: Any) -> None:
     """An end that could not write is exit code 1 also where RAM stays; the next mount has it, or somebody gives it up."""

@@ -40,6 +40,7 @@ def test_a_signal_ends_it_and_everything_is_written(daemon: Any, engines: Any, n
     again.load("abc")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("first", ["a signal", "kvfs umount"])
 def test_a_second_signal_does_not_end_it_while_it_writes(daemon: Any, engines: Any, wait: Any, first: str) -> None:
     """Nor does the one that `kvfs umount` sends after a second: what is dirty is written as soon as that is possible."""
@@ -162,6 +163,7 @@ def test_a_second_daemon_is_refused(mounted: Any, engine: Any) -> None:
     engine.load("a")
 
 
+@pytest.mark.heavy
 def test_a_stopped_daemon_is_not_mistaken_for_a_dead_one(mounted: Any, engine: Any) -> None:
     engine.store("a")
     os.kill(mounted.pid, signal.SIGSTOP)
@@ -233,6 +235,7 @@ def test_rotten_bytes_are_never_shown(daemon: Any, engines: Any, wait: Any) -> N
     assert engine.client.match(engine.chains("abc")).count == 1
 
 
+@pytest.mark.heavy
 @pytest.mark.leaves("a mount")  # the stopped daemon's, until it is killed
 def test_a_mount_that_hangs_does_not_hide_what_is_mounted_there_later(daemon: Any, tmp_path: Path, wait: Any) -> None:
     """One thread waits for a stopped daemon; the mount that took its place is asked by another."""

@@ -23,6 +23,7 @@ def kvfs(*words: str | Path, code: int = 0) -> str:
 PATHS = [first + second for first in "abcdefgh" for second in "stuvwxyz"]
 
 
+@pytest.mark.heavy
 def test_two_directories_from_end_to_end(daemon: Any, engines: Any, wait: Any) -> None:
     disk = daemon.directory / "disk"
     disk.mkdir()

@@ -88,6 +88,7 @@ def test_a_daemon_that_was_killed(daemon: Daemon, place: Path, engines: Callable
     assert kvfs("umount", str(daemon.path)).returncode == 2
 
 
+@pytest.mark.heavy
 @needs_root
 def test_giving_back_without_a_mount(daemon: Daemon, place: Path) -> None:
     """Kept, and nobody mounts again: `umount` clears it, `destroy` of the volume too, and a living daemon keeps its own."""
@@ -102,6 +103,7 @@ def test_giving_back_without_a_mount(daemon: Daemon, place: Path) -> None:
         assert not place.exists()
 
 
+@pytest.mark.heavy
 @needs_root
 def test_two_daemons_and_other_settings(daemon: Daemon, place: Path, engines: Callable[[Path], Engine]) -> None:
     """A second daemon is refused and harms nothing; other sizes of RAM begin empty, and the log says so."""

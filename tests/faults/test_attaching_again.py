@@ -76,6 +76,7 @@ def test_a_daemon_at_another_path_is_found_through_the_mount(tmp_path: Path) -> 
             client.attach()
 
 
+@pytest.mark.heavy
 def test_a_daemon_that_replaced_a_stopped_one_is_found_through_the_mount(tmp_path: Path) -> None:
     """The old one still listens and never answers: the second try asks the mount."""
     mount = plain_mount(tmp_path)

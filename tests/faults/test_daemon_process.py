@@ -95,6 +95,7 @@ def test_a_stopped_daemon_is_a_miss_within_the_deadline(tmp_path: Path, daemon: 
     until(lambda: daemon.statistics()["num_sessions"] == 0)
 
 
+@pytest.mark.heavy
 @no_answer
 def test_a_stopped_daemon_and_a_streamed_load(tmp_path: Path) -> None:
     """A load whose layers were still on their way ends with its deadline, and closing it does not hang."""

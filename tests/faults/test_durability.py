@@ -134,6 +134,7 @@ async def test_clean_survives_power_loss(tmp_path: Path) -> None:
             assert clean <= found
 
 
+@pytest.mark.heavy
 async def test_an_overwritten_volume_survives_power_loss(tmp_path: Path) -> None:
     """The same while a full volume is being overwritten: an evicted extent is never reused before it is forgotten."""
     losing = LosingSystem()
@@ -209,6 +210,7 @@ async def test_removal_while_the_row_is_being_written(tmp_path: Path, attempt: i
         assert indexed_keys(tmp_path) == {chain.keys[0]}
 
 
+@pytest.mark.heavy
 @pytest.mark.expect_log("the index could not be written")
 @pytest.mark.expect_log("writing to NVMe")
 async def test_an_index_that_cannot_be_written(tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ class Hanging:
         self._commit(batch)
 
 
+@pytest.mark.heavy
 async def test_changes_end_with_one_sentence_while_an_index_hangs(
     opened: tuple[Store, ChunkTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:

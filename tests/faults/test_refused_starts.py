@@ -61,6 +61,7 @@ async def test_a_volume_larger_than_the_file_system_can_hold(tmp_path: Path) -> 
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
+@pytest.mark.heavy
 async def test_an_index_that_somebody_locks_is_kept(tmp_path: Path) -> None:
     """A lock says nothing of what is in the index: the start is refused, and the next finds everything."""
     async with open_store(settings_in(tmp_path)) as store:

@@ -93,6 +93,7 @@ async def use(store: Store, table: ChunkTable, choice: random.Random, number: in
         await (store.limits.pin([chunk], FOREVER) if choice.random() < 0.5 else store.limits.unpin([chunk]))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("place", PLACES)
 async def test_each_policy_takes_over_from_each_other_while_the_cache_is_in_use(tmp_path: Path, place: str) -> None:
     """No chunk is lost; what is pinned or leased stays, there are evictions all the time, and bytes are right after it."""

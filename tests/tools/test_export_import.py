@@ -193,6 +193,7 @@ def test_mistakes_end_with_one_sentence(arguments: list[str], sentence: str) -> 
     assert_refused(kvfs(*arguments), sentence)
 
 
+@pytest.mark.heavy
 def test_more_mistakes(source: Mount, tmp_path: Path) -> None:
     [key] = store(source.path, list(range(16)))
     for arguments, sentence in (
@@ -250,6 +251,7 @@ def test_what_is_evicted_again_is_told_of(source: Mount, tmp_path: Path) -> None
         assert kvfs("umount", small.path).returncode == 0
 
 
+@pytest.mark.heavy
 def test_no_room(source: Mount, tmp_path: Path) -> None:
     """What does not fit ends it with one sentence, after what was done; here everything is leased by readers."""
     keys = store(source.path, list(range(16 * 3)))

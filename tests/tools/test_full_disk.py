@@ -72,6 +72,7 @@ def full(mount: Mount, disk: Disk) -> Iterator[Mount]:
     assert kvfs("umount", mount.path).returncode == 0
 
 
+@pytest.mark.heavy
 def test_changes_without_room_beside_the_volume(full: Mount, disk: Disk) -> None:
     """ENOSPC for plain calls; commands say what it means; the status shows it; with room all of it is durable."""
     sentence = f"no room is left beside the volume in {disk.path}/volume: this is in force"

@@ -76,6 +76,7 @@ def shell(command: str) -> None:
     subprocess.run(["sh", "-c", command], check=True, stdin=subprocess.DEVNULL, timeout=DEADLINE_S)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("flags", [[], ["--full"]])
 def test_a_path_that_ls_prints_is_what_rm_takes(mount: Mount, flags: list[str]) -> None:
     """Nested prefixes too: the path is copied behind "prefixes/", and that prefix goes with all below it, no other."""
@@ -98,6 +99,7 @@ def test_a_path_that_ls_prints_is_what_rm_takes(mount: Mount, flags: list[str]) 
     assert kvfs("umount", mount.path).returncode == 0
 
 
+@pytest.mark.heavy
 def test_what_is_beyond_the_limit_is_counted(mount: Mount) -> None:
     """Of prefixes as of chunks as many as asked for are shown, and how many more there are is said."""
     mount.start()
@@ -197,6 +199,7 @@ def test_a_busy_mount_stays(mount: Mount) -> None:
     assert not is_alive(pid)
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes mount namespaces")
 def test_a_container_does_not_keep_the_daemon(mount: Mount) -> None:
     """One that was started while the mount was there has a copy of it, so that the kernel does not end the file system."""
@@ -264,6 +267,7 @@ def test_a_forced_unmount_leaves_open_files(mount: Mount) -> None:
     wait_until(lambda: not is_alive(pid), "the daemon ends when the last file is closed")
 
 
+@pytest.mark.heavy
 def test_a_stopped_daemon_is_told_of(mount: Mount) -> None:
     """Commands do not hang on a daemon that does not answer, and --force takes its mount away."""
     pid = mount.start()

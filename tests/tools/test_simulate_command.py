@@ -41,6 +41,7 @@ def test_the_command_compares_policies(mooncake: Path) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["lru", "opt"]
 
 
+@pytest.mark.heavy
 def test_pictures(mooncake: Path, tmp_path: Path) -> None:
     """All of them, of all policies; they say where they are."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install kvfs[plots]")

@@ -131,6 +131,7 @@ def test_nothing_is_left_leased() -> None:
         assert chunk is None or chunk.leases == 0 or chunk.ram < 0
 
 
+@pytest.mark.heavy
 def test_the_command_counts_them_apart(tmp_path: Path) -> None:
     """The time to the first token is shorter by what was read while a request waited; a RAM cache has nothing to prefetch."""
     file = tmp_path / "trace.jsonl"

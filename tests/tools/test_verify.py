@@ -166,6 +166,7 @@ def test_an_interrupt_says_how_far_it_came(mount: Mount) -> None:
     assert kvfs("umount", mount.path).returncode == 0
 
 
+@pytest.mark.heavy
 def test_a_stopped_daemon_is_told_of(mount: Mount) -> None:
     pid = mount.start()
     store(mount.path, list(range(48)))

@@ -81,6 +81,7 @@ def test_prefixes_files_and_namespaces(mount: Mount) -> None:
     assert kvfs("umount", mount.path).returncode == 0
 
 
+@pytest.mark.heavy
 def test_more_than_fits_is_said(mount: Mount) -> None:
     """As much as may be is brought, the last used prompt first."""
     mount.flags[0] = "--ram=1MiB"
@@ -98,6 +99,7 @@ def test_more_than_fits_is_said(mount: Mount) -> None:
     assert kvfs("umount", mount.path).returncode == 0
 
 
+@pytest.mark.heavy
 def test_it_can_be_ended(mount: Mount) -> None:
     """Exit code 130, and the daemon holds nothing for it."""
     mount.start()
