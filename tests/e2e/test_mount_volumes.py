@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def kvfs(*words: str | Path, code: int = 0) -> str:
     command = [sys.executable, "-m", "kvfs.tools.cli", *map(str, words)]
