@@ -92,3 +92,29 @@ def test_where_there_is_no_queue_nobody_fails(fd: int, monkeypatch: pytest.Monke
     queue = System().kernel_reads(fd, 2)
     assert queue is not None
     queue.close()
+
+
+def test_what_the_kernel_has_for_one_queue_serves_the_next(fd: int) -> None:
+    """One after the other, more at once than are kept, and in a forked child, which has none of its parent's."""
+
+    def read_all(num_queues: int) -> None:
+        queues = [KernelReads[_Read](fd, 4) for _ in range(num_queues)]
+        for number, queue in enumerate(queues):
+            read = _Read(aligned_buffer(BLOCK), number * BLOCK)
+            assert queue.submit(read, may_wait=True)
+            assert collect(queue) == [(read, BLOCK)]
+            assert bytes(read.buffer) == bytes([number]) * BLOCK
+        for queue in queues:
+            queue.close()
+
+    for num_queues in (1, 1, 12, 10):
+        read_all(num_queues)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            read_all(2)
+            code = 7
+        finally:  # whatever it was, pytest must not go on in the child
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
