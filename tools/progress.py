@@ -17,6 +17,7 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
@@ -28,6 +29,14 @@ PATIENCE_S = 1.0
 STEP_DEADLINE_S = 35.0  # for one request: the daemon itself gives a slow device 30 s, kvfs.mount.tier_work
 T = TypeVar("T")
 STOP_DEADLINE_S = 5.0  # after Ctrl-C, for the step that is under way
+
+
+def step_bar(console: Console) -> Progress:
+    """A bar over so many steps, with the time that they took; nothing where nobody sees it."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 class Track:

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvfs.admission import Admission
 from kvfs.chunk import geometry
 from kvfs.policies.named import maker
+from kvfs.tools.simulate.cache import Cache
 from kvfs.tools.simulate.replay import Replay
 from kvfs.tools.simulate.stand_ins import namespace_of
 from kvfs.tools.simulate.tally import Tally
@@ -62,10 +63,11 @@ def replay_of(
     has_tree: bool = False,
 ) -> Replay:
     """A replay that nothing was played to yet."""
-    return Replay(
+    cache = Cache(
         trace, maker(policy), BYTES_PER_TOKEN, num_ram * CHUNK_BYTES, num_nvme * CHUNK_BYTES, Tally(),
         has_ghosts=has_ghosts, admission=admission, has_tree=has_tree,
     )  # fmt: skip
+    return Replay(cache)
 
 
 def play(

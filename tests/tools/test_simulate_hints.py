@@ -5,24 +5,20 @@ from __future__ import annotations
 import pytest
 
 from kvfs.errors import UsageError
-from kvfs.policies.named import maker
 from kvfs.tools.simulate import optimum
 from kvfs.tools.simulate.hints import EXPECT_S, _ends, _next_uses, give, parse
-from kvfs.tools.simulate.replay import Replay
 from kvfs.tools.simulate.tally import Tally
 from kvfs.tools.simulate.traces import Trace
 
-from .simulated import BYTES_PER_TOKEN, CHUNK_BYTES, chats, trace_of
+from .simulated import chats, replay_of, trace_of
 
 
 def hits(trace: Trace, policy: str, names: str | None, num_ram: int, num_nvme: int = 0) -> tuple[int, Tally]:
-    tally = Tally()
-    replay = Replay(
-        trace, maker(policy), BYTES_PER_TOKEN, num_ram * CHUNK_BYTES, num_nvme * CHUNK_BYTES, tally
-    )  # fmt: skip
+    replay = replay_of(trace, policy, num_ram, num_nvme)
     steps = map(replay.request, trace.requests)
     for _ in steps if names is None else give(parse(names), trace, replay, steps):
         pass
+    tally = replay.tally
     return sum(tally.ram) + sum(tally.nvme), tally
 
 

@@ -19,7 +19,6 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import kvfs
@@ -32,6 +31,7 @@ from kvfs.tools.bench.crowd import anonymous_bytes, list_all
 from kvfs.tools.bench.results import Row
 from kvfs.tools.bench.scratch import scratch_below
 from kvfs.tools.interrupting import entered, interruptible
+from kvfs.tools.progress import step_bar
 
 EXAMPLES = """
 kvfs bench million
@@ -80,17 +80,10 @@ def bench_million(
             f"{num_chunks:,} chunks need {needed / (1 << 30):.1f} GiB of free disk at {directory.resolve()}"
         )
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     with (
         interruptible() as ignore,
         scratch_below(directory) as scratch,
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+        step_bar(console) as bar,
     ):
         task = bar.add_task("starting", total=num_chunks)
         try:

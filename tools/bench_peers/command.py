@@ -10,7 +10,6 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import kvfs
@@ -21,6 +20,7 @@ from kvfs.tools.bench_peers.measuring import MODELS, STEPS_A_ROUND, Measured, Mo
 from kvfs.tools.bench_peers.results import OURS, Comparison
 from kvfs.tools.environments import chosen_python
 from kvfs.tools.interrupting import interruptible
+from kvfs.tools.progress import step_bar
 
 EXAMPLES = """
 make bench-peers
@@ -85,18 +85,11 @@ def bench_peers(
 def compare(python: str, models: list[Model], rounds: int, directory: Path) -> Comparison:
     """Make all rounds with all models, a bar on the terminal meanwhile."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     found: list[Measured] = []
     with (
         interruptible() as ignore,
         scratch_below(directory) as scratch,
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+        step_bar(console) as bar,
     ):
         task = bar.add_task("starting", total=STEPS_A_ROUND * (rounds + 1) * len(models) + 1)
         try:

@@ -11,7 +11,6 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvfs.errors import UsageError
 from kvfs.tools.bench_vllm import report
@@ -22,6 +21,7 @@ from kvfs.tools.bench_vllm.workload import Workload
 from kvfs.tools.demo import model as demo_model
 from kvfs.tools.demo_vllm.finding import VERSIONS, installed_vllm, is_known
 from kvfs.tools.environments import chosen_python
+from kvfs.tools.progress import step_bar
 
 EXAMPLES = """
 kvfs bench vllm
@@ -122,14 +122,7 @@ def bench_vllm(
 def _measure(plan: Plan, directory: Path, console: Console) -> list[Pass]:
     """Make the runs; what is being done is shown from the start: in a bar, or a line each where nobody sees a bar."""
     passes: list[Pass] = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with step_bar(console) as bar:
         task = bar.add_task("", total=plan.num_answers)
         doing = ""
 

@@ -34,7 +34,7 @@ class Cache:
     remembered of what went, which is right for policies that do not look at them, and faster. With `has_tree` the prefix
     tree of the store is kept, in which reading ahead finds what a chain goes on with.
 
-    Attributes: ram, nvme; counters: of prefetches, admission and hints; now_s: the time of the trace; hints.
+    Attributes: ram, nvme; tally: what came of it; counters: of prefetches, admission and hints; now_s: the time of the trace; hints.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Cache:
         self.counters = tally.counters
         policies = [self.ram.policy] if self.nvme is None else [self.ram.policy, self.nvme.policy]
         self.hints = Hints(policies, self.counters, self.clock, lambda: self.below)
-        self._tally = tally
+        self.tally = tally
         self._trace = trace
         self._admission = admission if self.nvme is not None else None
         self._has_tree = has_tree
@@ -183,7 +183,7 @@ class Cache:
                 above = known
 
     def _remember_bypassed(self, chunk: Chunk) -> None:
-        self._tally.num_bypassed += 1
+        self.tally.num_bypassed += 1
         if self.nvme is None:
             self.recall(chunk)
             self.ram.policy.bypassed(chunk)
@@ -229,7 +229,7 @@ class Cache:
                     return
                 for victim in victims:
                     self.evict(victim)
-            self._tally.num_written += 1
+            self.tally.num_written += 1
             nvme.place(chunk, offset)
 
     # going

@@ -12,7 +12,7 @@ from kvfs.admission import Admission, Rule
 from kvfs.errors import UsageError
 from kvfs.policies import named
 from kvfs.tools.simulate import optimum, report
-from kvfs.tools.simulate.cache import MakePolicy
+from kvfs.tools.simulate.cache import Cache, MakePolicy
 from kvfs.tools.simulate.hints import give
 from kvfs.tools.simulate.replay import Replay
 from kvfs.tools.simulate.report import Machine, Result
@@ -127,12 +127,13 @@ class Comparison:
             yield from _best(setting, tally)
             return
         trace = setting.trace
-        replay = Replay(
+        cache = Cache(
             trace, make_policy, setting.machine.bytes_per_token, setting.ram_bytes, setting.nvme_bytes, tally,
             has_ghosts=name not in named.BLIND_TO_USES,
             admission=Admission(setting.rule, setting.budget_bytes) if setting.is_restricted else None,
             has_tree=bool(setting.pace.chunks_a_load),
         )  # fmt: skip
+        replay = Replay(cache)
         steps: Iterator[None] = map(replay.request, trace.requests)
         if setting.pace.prefetches and setting.nvme_bytes:
             machine = setting.machine

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvfs.admission import Admission
 from kvfs.catalog import NOWHERE, Chunk
-from kvfs.tools.simulate.cache import Cache, MakePolicy
-from kvfs.tools.simulate.tally import Tally
-from kvfs.tools.simulate.traces import Request, Trace
+from kvfs.tools.simulate.cache import Cache
+from kvfs.tools.simulate.traces import Request
 
 _GROUP = 64  # chunks that an engine stores at once
 
@@ -21,24 +19,9 @@ _GROUP = 64  # chunks that an engine stores at once
 class Replay:
     """A cache that a trace is played to, request by request. For what it is made of see `Cache`."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        make_policy: MakePolicy,
-        bytes_per_token: int,
-        ram_bytes: int,
-        nvme_bytes: int,
-        tally: Tally,
-        *,
-        has_ghosts: bool = True,
-        admission: Admission | None = None,
-        has_tree: bool = False,
-    ) -> None:
-        self.tally = tally
-        self.cache = Cache(
-            trace, make_policy, bytes_per_token, ram_bytes, nvme_bytes, tally, has_ghosts=has_ghosts, admission=admission,
-            has_tree=has_tree,
-        )  # fmt: skip
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.tally = cache.tally
 
     def request(self, request: Request) -> None:
         """Play one, at the time at which it came."""
