@@ -41,7 +41,7 @@ def movement(shape: rig.Shape, directory: Path, rounds: int, access: Access, pro
     first, second, third = (rig.Prompt.random(namespace, NUM_KEYS, seed) for seed in (1, 2, 3))
     prefetched = third.chains[: NUM_KEYS // 2]
     pairs = Pairs()
-    settings = rig.settings(directory, f"m{shape.chunk_bytes}", whole, 4 * whole + (8 << 20), access)
+    settings = rig.settings(directory, f"m{shape.chunk_bytes}", whole, 4 * whole + (8 << 20), access, "lru")
     with rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
         client.attach()
         client.window_bytes()

@@ -157,11 +157,17 @@ class Daemon:
         return str(mounted.read_status(self.mount)["ram"]["kind"])
 
 
-def settings(directory: Path, name: str, ram_bytes: int, nvme_bytes: int, access: Access = "isolated") -> Settings:
-    """Settings of a daemon whose files all lie below `directory`."""
+def settings(
+    directory: Path, name: str, ram_bytes: int, nvme_bytes: int, access: Access = "isolated", policy: str = "learned"
+) -> Settings:
+    """Settings of a daemon whose files all lie below `directory`.
+
+    `lru` for whoever says himself which tier a prompt is in: the default keeps what it thinks will come again.
+    """
     return Settings(
         mountpoint=str(directory / f"mount-{name}"), ram_bytes=ram_bytes,
-        nvme=(VolumeSetting(str(directory / f"volume-{name}"), nvme_bytes),), window_bytes=WINDOW_BYTES, access=access, log_level="warning",
+        nvme=(VolumeSetting(str(directory / f"volume-{name}"), nvme_bytes),), window_bytes=WINDOW_BYTES, access=access, policy=policy,
+        log_level="warning",
     )  # fmt: skip
 
 

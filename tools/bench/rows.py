@@ -55,7 +55,7 @@ def transfers(
     pairs = Pairs()
     raw = limits.RawFile(directory / "raw", payload, IO_THREADS)
     raw.write(source, shape.chunk_bytes)
-    settings = rig.settings(directory, f"{shape.chunk_bytes}", whole, 3 * whole + (8 << 20), access)
+    settings = rig.settings(directory, f"{shape.chunk_bytes}", whole, 3 * whole + (8 << 20), access, "lru")
     try:
         with rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
             client.attach()

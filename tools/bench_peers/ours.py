@@ -98,7 +98,7 @@ class Ours:
 def ours(shape: rig.Shape, num_chunks: int, source: memoryview, directory: Path) -> Iterator[Ours]:
     """A daemon for sets of so many chunks of one shape, three of which fit on its volume."""
     whole = num_chunks * geometry(shape.namespace, rig.TOKENS_PER_CHUNK).file_bytes
-    settings = rig.settings(directory, "peers", whole, 3 * whole + (8 << 20), "trusted")
+    settings = rig.settings(directory, "peers", whole, 3 * whole + (8 << 20), "trusted", "lru")
     with entered(rig.Daemon(settings)) as daemon, rig.client(daemon, shape.namespace) as client:
         client.attach()
         client.window_bytes()
