@@ -45,6 +45,9 @@ MAX_SOCKET_DIRECTORY_BYTES = 76  # sockaddr_un holds 107; the daemon adds a dire
 POLICIES = ("learned", "lru", "arc", "s3fifo", "lfu", "lfu-ttl", "cost", "fifo")
 """What `kvfs.policies.named` has."""
 DEFAULT_POLICY = "learned"
+OPTIMUM = "opt"
+"""What `kvfs simulate` calls the best that is possible."""
+NEEDS_THE_FUTURE = f"{OPTIMUM} needs to know every request to come, so it is for `kvfs simulate` only, where it shows the best that is possible"
 _CLASS = re.compile(r"^[A-Za-z_]\w{0,99}(\.[A-Za-z_]\w{0,99}){0,19}:[A-Za-z_]\w{0,99}$", re.ASCII)
 _SIZE = re.compile(r"^\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*$", re.ASCII)
 
@@ -162,6 +165,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         _check_range("window", self.window_bytes, 1 << 16, 1 << 40)
         if not 1 <= self.io_threads <= MAX_IO_THREADS:
             raise _Mistake("io_threads", f" is {self.io_threads}; it must lie between 1 and {MAX_IO_THREADS}")
+        if self.policy == OPTIMUM:
+            raise _Mistake("policy", f" cannot be that: {NEEDS_THE_FUTURE}")
         if self.policy not in POLICIES and not _CLASS.match(self.policy):
             raise _Mistake(
                 "policy", f" is {self.policy!r}; it must be {_one_of(POLICIES)}, or a class as package.module:Class"

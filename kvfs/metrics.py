@@ -26,7 +26,7 @@ class Counters:
     loads_ram: int = field(default=0, metadata={"help": "chunks loaded that were in RAM"})
     loads_nvme: int = field(default=0, metadata={"help": "chunks loaded that were on NVMe only"})
     loads_on_volume: int = field(default=0, metadata={"help": "chunks left on NVMe for a client to read from there"})
-    loads_missed: int = field(default=0, metadata={"help": "chunks asked for that were not there"})
+    missed_chunks: int = field(default=0, metadata={"help": "chunks that loads asked for and that were not there"})
     loads_unavailable: int = field(default=0, metadata={"help": "chunks that could not be read in time or at all"})
     loaded_bytes: int = field(default=0, metadata={"help": "bytes placed for engines"})
     matches: int = field(default=0, metadata={"help": "prefix matches"})

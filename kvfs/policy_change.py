@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 import trio
 
 from kvfs.catalog import NOWHERE, Chunk
+from kvfs.config import NEEDS_THE_FUTURE, OPTIMUM
 from kvfs.errors import UsageError
 from kvfs.policies import Holding, Policy
 from kvfs.policies import named as policies
@@ -112,6 +113,8 @@ class PolicyInForce:
 
 def check(name: str) -> None:
     """Raise UsageError for what cannot be set while the cache is mounted."""
+    if name == OPTIMUM:
+        raise UsageError(NEEDS_THE_FUTURE)
     if ":" in name:
         raise UsageError(f"a class of your own is taken at the start only: kvfs mount … --policy {name}")
     policies.maker(name)

@@ -371,7 +371,7 @@ class Session:
         self._store.lease_all(chunks)
         lease = self._hold(chunks)
         sources = {chunk: chunk.tier for chunk in chunks}
-        self._store.counters.loads_missed += len(found) - len(chunks)
+        self._store.counters.missed_chunks += len(found) - len(chunks)
         cold = [chunk for chunk in chunks if sources[chunk] is not m.Tier.RAM]
         promotions: dict[Chunk, Promotion | None] = {}
         if request.stay_on_volume:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from rich.text import Text
 from kvfs import kept
 from kvfs.config import format_size
 from kvfs.errors import UnavailableError, UsageError
+from kvfs.metrics import Counters
 from kvfs.mount import mountpoint as mountpoints
 from kvfs.tools import mounted
 from kvfs.tools.words import format_count, format_duration, format_share
@@ -163,16 +165,18 @@ def _add_volume(table: Table, volume: dict[str, Any]) -> None:
 
 def _counters(counters: dict[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column(justify="right")
-    for name, value in _shown(counters):
-        table.add_row(name, value)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True, overflow="ellipsis")
+    for row in _shown(counters):
+        table.add_row(*row)
     return table
 
 
-def _shown(counters: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Counters that are not zero, since the daemon started."""
+def _shown(counters: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Counters that are not zero, since the daemon started, and what each of them counts: most of them chunks."""
+    meaning = {item.name: str(item.metadata["help"]) for item in fields(Counters)}
     for name, value in counters.items():
         if isinstance(value, int) and value:
             words = name.removesuffix("_bytes").replace("_", " ")
-            yield words, format_size(value) if name.endswith("_bytes") else f"{value:,}"
+            yield words, format_size(value) if name.endswith("_bytes") else f"{value:,}", meaning.get(name, "")

@@ -65,7 +65,7 @@ def maps(pid: int) -> str:
     return _read(_PROC / str(pid) / "maps").decode("utf-8", "surrogateescape")
 
 
-def children() -> list[int]:
-    """The processes that this one started and that have not ended, or that nobody waited for."""
-    tasks = _PROC / "self" / "task"
+def children(pid: int | None = None) -> list[int]:
+    """The processes that one, or this one, started and that have not ended, or that nobody waited for."""
+    tasks = _PROC / ("self" if pid is None else str(pid)) / "task"
     return [int(pid) for task in _entries(tasks) for pid in _read(tasks / task / "children").split()]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
 import pytest
 
 from kvfs.errors import KvfsError
+from kvfs.testing import processes, wait_until
+from kvfs.tools.bench.scratch import scratch_below
 from kvfs.tools.demo_vllm import finding, report
 from kvfs.tools.demo_vllm.runs import Run
 from kvfs.tools.demo_vllm.server import serve
@@ -77,3 +82,35 @@ def test_temporary_files_of_a_server_go_with_it(tmp_path: Path) -> None:
     where = Path((tmp_path / "where").read_text().strip())
     assert not where.exists()
     assert len(f"{where}/{uuid.uuid4()}") < 107, "no socket can have such a long name"
+
+
+def test_a_server_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    """Also where that is killed: the server, and who asks it; the next one clears away what they left."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    script = """
+import sys
+from pathlib import Path
+from kvfs.tools.demo_vllm.server import Server
+here = Path(sys.argv[1])
+server = Server(str(here / "python"), here, None, here / "log", [])
+answers = server.ask("none", "", here / "asking")
+next(answers, None)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], env={**os.environ, "TMPDIR": f"{tmp_path}/tmp"}
+    ) as parent:
+        try:
+
+            def started() -> list[int]:
+                return [pid for pid in processes.children(parent.pid) if "sleep" in processes.command_line(pid)]
+
+            wait_until(lambda: len(started()) == 2, "server and asker have become their commands")
+            pids = started()
+        finally:
+            parent.kill()
+    wait_until(lambda: not any(map(processes.is_alive, pids)), "they have ended, too")
+    with scratch_below(tmp_path / "tmp") as mine:
+        assert list((tmp_path / "tmp").iterdir()) == [mine]

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there i
     ("arguments", "sentence"),
     [
         (["policy=lruu", "/nowhere"], "there is no policy 'lruu': it must be one of learned, lru, "),
+        (["policy=opt", "/nowhere"], "opt needs to know every request to come, so it is for `kvfs simulate` only"),
         (["policy=my.module:Class", "/nowhere"], "a class of your own is taken at the start only: kvfs mount"),
         (["policy=", "/nowhere"], "say which: kvfs set policy=NAME MOUNTPOINT"),
         (["policy", "/nowhere"], "say which: kvfs set policy=NAME MOUNTPOINT"),

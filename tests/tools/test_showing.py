@@ -101,7 +101,7 @@ def test_status_shows_what_matters() -> None:
         "dirty_bytes": 3 << 20, "num_leases": 2,
         "ram": {"num_chunks": 10, "used_bytes": 1 << 30, "capacity_bytes": 4 << 30, "kind": "memfd"},
         "nvme": {"num_chunks": 9, "used_bytes": 0, "capacity_bytes": 64 << 30, "kind": "direct", "is_degraded": True},
-        "counters": {"loads_ram": 5, "loads_missed": 0, "loaded_bytes": 1 << 20},
+        "counters": {"loads_ram": 5, "missed_chunks": 0, "loaded_bytes": 1 << 20},
     }  # fmt: skip
     text = shown(document)
     for part in (
@@ -109,7 +109,8 @@ def test_status_shows_what_matters() -> None:
         "3.0 MiB not yet on NVMe", "25 %", "64.0 GiB", "degraded", "loads ram", "1.0 MiB",
     ):  # fmt: skip
         assert part in text
-    assert "loads missed" not in text
+    assert "chunks loaded that were in RAM" in text
+    assert "missed chunks" not in text
 
 
 def test_status_of_another_version_is_shown_as_far_as_it_goes() -> None:

@@ -1,4 +1,4 @@
-"""A vLLM API server: started, waited for, asked and ended with whoever started it.
+"""A vLLM API server: started, waited for, asked and ended with whoever started it, also by SIGKILL (`tied`).
 
 It and who asks it run in sessions of their own: Ctrl-C in the terminal is for the one who started them.
 """
@@ -8,19 +8,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kvfs.errors import KvfsError
+from kvfs.tools.bench.scratch import lock_above, scratch_below
+from kvfs.tools.tied import tied
 
 START_PATIENCE_S = 600.0
 END_PATIENCE_S = 30.0
@@ -36,7 +36,9 @@ class Server:
         self.log = log
         self._python = python
         # vLLM leaves sockets, locks and caches in the directory for temporary files. A path of a socket has 107 bytes.
-        self._temporary = Path(tempfile.mkdtemp(prefix="kvfs-vllm-"))
+        self._scratch = ExitStack()
+        self._temporary = self._scratch.enter_context(scratch_below(None))
+        lock = lock_above(str(self._temporary / "sockets"))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -49,7 +51,7 @@ class Server:
             command += ["--kv-transfer-config", json.dumps(transfer_config(mount))]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(self._temporary),
+                tied(command, signal.SIGTERM, lock), stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(self._temporary),
                 start_new_session=True,
             )  # fmt: skip
 
@@ -71,8 +73,8 @@ class Server:
         """The lines that a module of ours prints in vLLM's Python, given a task. Raises KvfsError if it fails."""
         with log.open("wb") as errors:
             process = subprocess.Popen(
-                [self._python, "-m", module, task], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
-                env=environment(self._temporary), start_new_session=True,
+                tied([self._python, "-m", module, task], signal.SIGTERM), stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=errors, env=environment(self._temporary), start_new_session=True,
             )  # fmt: skip
         assert process.stdout is not None
         try:
@@ -105,7 +107,7 @@ class Server:
         self._process.wait()
         for path in shared:
             Path(path).unlink(missing_ok=True)
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._scratch.close()
 
 
 def _look_at_session(session: int, shared: set[str]) -> bool:
