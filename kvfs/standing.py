@@ -13,7 +13,8 @@ from kvfs.metrics import Counters
 from kvfs.policy_change import PolicyInForce
 from kvfs.residency import Residency
 from kvfs.staging import Staging
-from kvfs.statistics import Capacity, Statistics, TierStatistics, Unwritten, VolumeStatistics
+from kvfs.statistics import Capacity, Fault, Statistics, TierStatistics, Unwritten, VolumeStatistics
+from kvfs.stripes import Stripe
 from kvfs.system import System
 from kvfs.write_behind import WriteBehind
 
@@ -69,19 +70,23 @@ class Standing:
 
     def _volumes(self) -> tuple[VolumeStatistics, ...]:
         """Each volume, in the order of the settings; one that was missing at the start has nothing."""
-        found = {
-            stripe.directory: VolumeStatistics(
-                stripe.directory, stripe.tier.extents.capacity, stripe.tier.extents.used_bytes,
-                len(stripe.tier.policy), "direct" if stripe.tier.volume.is_direct else "buffered",
-                stripe.tier.is_degraded, self.writer.dirty_bytes_of(stripe) if self.writer is not None else 0,
-                stripe.commits.is_disk_full,
-            )
-            for stripe in self.residency.nvme or ()
-        }  # fmt: skip
+        found = {stripe.directory: self._volume(stripe) for stripe in self.residency.nvme or ()}
         found |= {
-            each.directory: VolumeStatistics(each.directory, 0, 0, 0, "missing", True, 0) for each in self.missing
+            each.directory: VolumeStatistics(each.directory, 0, 0, 0, "missing", True, 0, fault=Fault.MISSING)
+            for each in self.missing
         }
         return tuple(found[each.directory] for each in self.settings.nvme if each.directory in found)
+
+    def _volume(self, stripe: Stripe) -> VolumeStatistics:
+        tier, writer = stripe.tier, self.writer
+        fault = writer.fault_of(stripe) if writer is not None else Fault.NONE
+        is_disk_full = fault is Fault.DISK_FULL or (stripe.commits.is_disk_full and fault is not Fault.GONE)
+        return VolumeStatistics(
+            stripe.directory, tier.extents.capacity, tier.extents.used_bytes, len(tier.policy),
+            "direct" if tier.volume.is_direct else "buffered", tier.is_degraded,
+            writer.dirty_bytes_of(stripe) if writer is not None else 0, is_disk_full,
+            Fault.DISK_FULL if is_disk_full else fault,
+        )  # fmt: skip
 
     def unwritten(self, *, is_kept: bool) -> Unwritten:
         """What would be lost, or stay in RAM, if the store ended now, and why it is not on NVMe."""

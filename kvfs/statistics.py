@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import msgspec
 
@@ -30,10 +31,25 @@ class TierStatistics(msgspec.Struct, frozen=True):
     is_degraded: bool = False
 
 
+class Fault(StrEnum):
+    """Why nothing can be written to a volume.
+
+    MISSING: it could not be opened at the start. GONE: its files were removed, or its disk was unmounted, under the daemon.
+    DISK_FULL: its file system is. DEVICE: the device fails, or does not answer.
+    """
+
+    NONE = ""
+    MISSING = "missing"
+    GONE = "gone"
+    DISK_FULL = "disk_full"
+    DEVICE = "device"
+
+
 class VolumeStatistics(msgspec.Struct, frozen=True):
     """One volume of the NVMe tier.
 
-    `kind` is "missing" of one that could not be opened at the start; `is_disk_full`: its index finds no room beside it.
+    `kind` is "missing" of one that could not be opened at the start; `is_disk_full`: its file system has no room for it, or
+    for its index beside it; `fault` says why it is degraded.
     """
 
     directory: str
@@ -44,6 +60,7 @@ class VolumeStatistics(msgspec.Struct, frozen=True):
     is_degraded: bool
     dirty_bytes: int
     is_disk_full: bool = False
+    fault: Fault = Fault.NONE
 
 
 class Unwritten(msgspec.Struct, frozen=True):
@@ -94,7 +111,8 @@ _OF_A_VOLUME: tuple[tuple[str, str, Callable[[VolumeStatistics], float]], ...] =
     ("capacity_bytes", "size of a volume", lambda each: each.capacity_bytes),
     ("used_bytes", "bytes allocated in a volume", lambda each: each.used_bytes),
     ("dirty_bytes", "bytes in RAM that are not on this volume yet", lambda each: each.dirty_bytes),
-    ("degraded", "1 while writing to a volume fails, or it is missing", lambda each: each.is_degraded),
+    ("degraded", "1 while writing to a volume fails, or it is missing or gone", lambda each: each.is_degraded),
+    ("disk_full", "1 while the file system of a volume has no room", lambda each: each.is_disk_full),
 )
 
 

@@ -205,6 +205,20 @@ class Volume:
             if left:
                 left[0] = left[0][count:]
 
+    def is_in_place(self) -> bool:
+        """Whether volume and index lie where they were opened: nobody removed them, or unmounted their disk.
+
+        What the device does not tell is no proof that they are gone.
+        """
+        try:
+            found = os.stat(self.path)
+            os.stat(self.path.with_name(INDEX))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+        return os.path.samestat(found, os.fstat(self.fd))
+
     def sync(self) -> None:
         """Make every write that has returned durable. Raises OSError."""
         self._system.fdatasync(self.fd)

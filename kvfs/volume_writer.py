@@ -10,6 +10,7 @@ stay where they are.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ from operator import attrgetter, itemgetter
 import trio
 
 from kvfs.catalog import NOWHERE, Chunk
-from kvfs.errors import UnavailableError
+from kvfs.errors import DiskFullError, UnavailableError
 from kvfs.residency import Residency
+from kvfs.statistics import Fault
 from kvfs.stripes import Stripe
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,9 @@ _MAX_WRITTEN_GROUPS = 3  # that wait for the one before them to be durable
 _MAX_RUN_BYTES, _MAX_RUN_CHUNKS = 8 << 20, 256
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 30.0
 _HANGS_AFTER_S = 20.0  # without a run written, a sync or a commit that ended
+_LOOK_FOR_FILES_S = 10.0  # where nothing is written; what is written is looked for with each sync
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_GONE = "its files were removed, or its disk was unmounted"
 
 
 class Progress:
@@ -76,7 +81,7 @@ class VolumeWriter:
     """The queue of dirty chunks of a volume.
 
     Attributes: stripe; dirty_bytes, num_dirty: what is waiting or being written; failure: why the last write failed, or does
-    not end, "" if it does.
+    not end, "" if it does; fault: the same for programs.
     """
 
     def __init__(self, residency: Residency, stripe: Stripe, progress: Progress) -> None:
@@ -84,6 +89,7 @@ class VolumeWriter:
         self.dirty_bytes = 0
         self.num_dirty = 0
         self.failure = ""
+        self.fault = Fault.NONE
         self._residency = residency
         self._tier = stripe.tier
         self._progress = progress
@@ -109,6 +115,7 @@ class VolumeWriter:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._finish_groups, receive)
             nursery.start_soon(self._watch)
+            nursery.start_soon(self._watch_files)
             while True:
                 await writing.acquire()
                 while not self._queue:
@@ -126,8 +133,21 @@ class VolumeWriter:
             if not self._num_under_way or seen != self._num_steps:
                 seen, since = self._num_steps, trio.current_time()
             elif trio.current_time() - since >= _HANGS_AFTER_S:
-                self._is_failing(f"the device has not answered for {_HANGS_AFTER_S:g} s")
+                self._is_failing(f"the device has not answered for {_HANGS_AFTER_S:g} s", Fault.DEVICE)
             await trio.sleep(_HANGS_AFTER_S / 8)
+
+    async def _watch_files(self) -> None:
+        """Notice that the files are gone, or there again, also where nothing is written."""
+        limiter = trio.CapacityLimiter(1)  # of its own: a device that hangs takes this one only
+        while True:
+            await trio.sleep(_LOOK_FOR_FILES_S)
+            is_in_place = await trio.to_thread.run_sync(
+                self._tier.volume.is_in_place, limiter=limiter, abandon_on_cancel=True
+            )
+            if not is_in_place:
+                self._is_failing(_GONE, Fault.GONE)
+            elif self.fault is Fault.GONE and not self.num_dirty:
+                self._works_again()
 
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -164,7 +184,7 @@ class VolumeWriter:
                     groups.append(receive.receive_nowait())
             try:
                 with self._under_way():
-                    await self._tier.sync()
+                    await self._tier.in_thread(self._sync)
                     for group in groups:
                         for chunk, offset in group.pairs:
                             if not chunk.is_removed:
@@ -178,9 +198,20 @@ class VolumeWriter:
                 for group in groups:
                     self._finished(group)
 
+    def _sync(self) -> None:
+        """Make durable what was written; what is written to files without names never is. Raises OSError."""
+        self._tier.volume.sync()
+        if not self._tier.volume.is_in_place():
+            raise FileNotFoundError(errno.ENOENT, _GONE)
+
     def _failed(self, group: _Group, error: Exception) -> None:
         """Nothing of the group is durable; it is tried again, later and later."""
-        self._is_failing(str(error))
+        if isinstance(error, FileNotFoundError):
+            self._is_failing(_GONE, Fault.GONE)
+        elif isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in _FULL):
+            self._is_failing(str(error), Fault.DISK_FULL)
+        else:
+            self._is_failing(str(error), Fault.DEVICE)
         self._residency.counters.io_errors += 1
         for chunk, offset in group.pairs:
             if chunk.is_removed:
@@ -190,9 +221,10 @@ class VolumeWriter:
         self._return_group(group.chunks, group.chunks)
         self._try_later()
 
-    def _is_failing(self, reason: str) -> None:
-        self.failure = reason
-        if not self._tier.is_degraded:
+    def _is_failing(self, reason: str, fault: Fault) -> None:
+        is_news = not self._tier.is_degraded or fault is not self.fault
+        self.failure, self.fault = reason, fault
+        if is_news:
             log.error("writing to NVMe fails, trying again: %s (the volume in %s)", reason, self.stripe.directory)
             self._residency.events.append("degraded", volume=self.stripe.directory, reason=reason)
         self._tier.is_degraded = True
@@ -207,11 +239,14 @@ class VolumeWriter:
             self._try_later()
             return
         self._retry_s = _FIRST_RETRY_S
+        self._works_again()
+
+    def _works_again(self) -> None:
         if self._tier.is_degraded:
             log.warning("writing to NVMe works again (the volume in %s)", self.stripe.directory)
             self._residency.events.append("recovered", volume=self.stripe.directory)
             self._tier.is_degraded = False
-        self.failure = ""
+        self.failure, self.fault = "", Fault.NONE
 
     def _try_later(self) -> None:
         self._retry_at = trio.current_time() + self._retry_s

@@ -18,6 +18,7 @@ import trio
 from kvfs.admission import Admission, Verdict
 from kvfs.catalog import Chunk
 from kvfs.residency import Residency
+from kvfs.statistics import Fault
 from kvfs.stripes import Stripe, Stripes
 from kvfs.volume_writer import Progress, VolumeWriter
 
@@ -80,6 +81,10 @@ class WriteBehind:
     def dirty_bytes_of(self, stripe: Stripe) -> int:
         """The same of one volume."""
         return self._writers[stripe.number].dirty_bytes
+
+    def fault_of(self, stripe: Stripe) -> Fault:
+        """Why nothing can be written to one volume, if so."""
+        return self._writers[stripe.number].fault
 
     @property
     def failure(self) -> str:

@@ -111,7 +111,7 @@ def changing(path: str) -> Iterator[None]:
             ) from error
         if error.errno in (errno.EIO, errno.ETIMEDOUT):
             raise UnavailableError(
-                f"a device of {path} fails or does not answer, so this may not outlive the daemon; see its log"
+                f"a device of {path} fails or does not answer, so this may not outlive the daemon; `kvfs status` says which"
             ) from error
         raise
 

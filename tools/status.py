@@ -18,7 +18,7 @@ from kvfs.config import format_size
 from kvfs.errors import UnavailableError, UsageError
 from kvfs.metrics import Counters
 from kvfs.mount import mountpoint as mountpoints
-from kvfs.tools import mounted
+from kvfs.tools import faults, mounted
 from kvfs.tools.words import format_count, format_duration, format_share
 
 EXAMPLES = """
@@ -86,14 +86,9 @@ def overview(paths: Sequence[str]) -> RenderableType:
 def panel(path: str, document: dict[str, Any]) -> RenderableType:
     """The status for people. A part that this version does not know is left out."""
     parts: list[RenderableType] = [Text(_headline(document)), _tiers(document)]
-    volumes = document.get("volumes")
     parts += [
-        Text(
-            f"no room beside the volume in {volume.get('directory', '?')}: its index cannot be written",
-            style="bold red",
-        )
-        for volume in (volumes if isinstance(volumes, list) else ())
-        if volume.get("is_disk_full")
+        Text(f"the volume in {found.directory}: {found.what}. {found.advice}", style="bold red")
+        for found in faults.troubles(document)
     ]
     counters = document.get("counters")
     if isinstance(counters, dict) and any(counters.values()):
@@ -139,7 +134,8 @@ def _tiers(document: dict[str, Any]) -> Table:
         used, size = tier.get("used_bytes", 0), tier.get("capacity_bytes", 0)
         kind = Text(str(tier.get("kind", "")))
         if tier.get("is_degraded"):
-            kind.append(" degraded: a device fails, see the log", style="bold red")
+            words = {found.word: None for found in faults.troubles(document)} or {"device fails": None}
+            kind.append(f" degraded: {', '.join(words)}", style="bold red")
         table.add_row(
             name, f"{tier.get('num_chunks', 0):,}", format_size(used), format_size(size), format_share(used, size), kind
         )
@@ -153,12 +149,12 @@ def _tiers(document: dict[str, Any]) -> Table:
 def _add_volume(table: Table, volume: dict[str, Any]) -> None:
     used, size = volume.get("used_bytes", 0), volume.get("capacity_bytes", 0)
     name, kind = Text(f"  {volume.get('directory', '?')}"), Text(str(volume.get("kind", "")))
+    found = faults.trouble(volume)
     if volume.get("kind") == "missing":
-        kind = Text("missing, see the log", style="bold red")
-        table.add_row(name, "-", "-", "-", "-", kind)
+        table.add_row(name, "-", "-", "-", "-", Text("missing", style="bold red"))
         return
-    if volume.get("is_degraded"):
-        kind.append(" degraded: the device fails, see the log", style="bold red")
+    if found is not None:
+        kind.append(f" degraded: {found.word}", style="bold red")
     chunks = f"{volume.get('num_chunks', 0):,}"
     table.add_row(name, chunks, format_size(used), format_size(size), format_share(used, size), kind)
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from kvfs.config import format_size
 from kvfs.errors import KvfsError, UnavailableError
-from kvfs.tools import mounted
+from kvfs.tools import faults, mounted
 
 EXAMPLES = """
 kvfs sync /mnt/kvfs
@@ -86,8 +86,19 @@ def _wait(path: str, before: dict[str, Any]) -> None:
             bar.update(task, completed=max(0, total - dirty))
             thread.join(_LOOK_EVERY_S)
     if errors:
-        is_gone = not os.path.ismount(path)
-        why = errors[0].strerror or str(errors[0])
-        raise (UnavailableError if is_gone else KvfsError)(
-            f"not everything in {path} is on NVMe: {why}; `kvfs status` says whether the device fails"
+        raise _failed(path, errors[0])
+
+
+def _failed(path: str, error: OSError) -> KvfsError:
+    """What is to be said of it: what is wrong with a volume, where the daemon knows it."""
+    why = error.strerror or str(error)
+    try:
+        found = [
+            f"the volume in {each.directory}: {each.what}. {each.advice}"
+            for each in faults.troubles(mounted.read_status(path))
+        ]
+    except (KvfsError, OSError):
+        return UnavailableError(
+            f"not everything in {path} is on NVMe: {why}; it is not mounted any more, or does not answer"
         )
+    return KvfsError(f"not everything in {path} is on NVMe: {'; '.join(found) or why}")

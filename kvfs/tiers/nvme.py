@@ -91,6 +91,9 @@ class Device(Protocol):
     def sync(self) -> None:
         """Make what was written durable. Raises OSError."""
 
+    def is_in_place(self) -> bool:
+        """Whether its files are where they were."""
+
 
 class NvmeTier:
     """The volume, what is free in it, and who goes first.
@@ -135,10 +138,6 @@ class NvmeTier:
     async def verify(self, chunk: Chunk, piece: Slice, buffer: memoryview) -> None:
         """Verify the layers of a piece that was read; the first piece must be there. Raises CorruptChunk."""
         await self.in_thread(verify, chunk, piece, buffer)
-
-    async def sync(self) -> None:
-        """Make what was written durable. Raises OSError."""
-        await trio.to_thread.run_sync(self.volume.sync, limiter=self.limiter)
 
     def least_worthy(self, wanted: int, may_go: Callable[[Chunk], bool]) -> list[Chunk]:
         """Who has to go so that `wanted` bytes, and some for those that come next, will be free; empty if nobody may."""

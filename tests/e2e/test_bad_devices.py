@@ -144,7 +144,7 @@ def test_a_volume_that_hangs(faulty: FaultyDaemon, engines: Any, wait: Any) -> N
     removed = kvfs("rm", faulty.path, engine.directory.name, "--all")
     assert (removed.returncode, removed.stdout) == (1, "")
     assert removed.stderr.splitlines()[-1].endswith(
-        "fails or does not answer, so this may not outlive the daemon; see its log"
+        "fails or does not answer, so this may not outlive the daemon; `kvfs status` says which"
     )
     wait(lambda: faulty.status()["volumes"][1]["is_degraded"], "it is said which volume that is")
     engine.store("pqrstuvw")

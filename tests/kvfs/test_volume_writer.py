@@ -11,6 +11,7 @@ import pytest
 
 from kvfs.catalog import ChunkTable
 from kvfs.messages import NewChunk
+from kvfs.statistics import Fault
 from kvfs.store import Store
 from kvfs.testing import FaultySystem, chain_of, eventually, new_chunks, open_table, sized_namespace, store_chunk
 
@@ -96,3 +97,41 @@ async def test_a_group_that_fails_beside_another(tmp_path: Path) -> None:
         assert await store.flush(60)
         assert not any(table.chunks[key].is_dirty for key in chain.keys)
         assert store.counters.io_errors == 1
+
+
+@pytest.mark.expect_log("its files were removed, or its disk was unmounted")
+@pytest.mark.expect_log("writing to NVMe works again")
+async def test_what_is_written_to_a_volume_that_was_removed_is_not_durable(tmp_path: Path) -> None:
+    """It stays dirty, the volume is degraded and says why; where its files are back it is written."""
+    chain = chain_of(LARGE, 2)
+    first, second = new_chunks(chain)
+    async with open_table(tmp_path, LARGE, ram=32 << 20, nvme=64 << 20, window_bytes=8 << 20) as (store, table):
+        await store_chunk(store, table, first)
+        assert await store.flush()
+        (tmp_path / "nvme").rename(tmp_path / "elsewhere")
+        await store_chunk(store, table, second)
+        await eventually(lambda: store.statistics().volumes[0].fault is Fault.GONE)
+        assert store.statistics().volumes[0].is_degraded
+        assert table.chunks[chain.keys[1]].is_dirty
+        assert "its files were removed" in store.what_is_unwritten(is_kept=False).reason
+        (tmp_path / "elsewhere").rename(tmp_path / "nvme")
+        await eventually(lambda: not table.chunks[chain.keys[1]].is_dirty)
+        await eventually(lambda: store.statistics().volumes[0].fault is Fault.NONE)
+        assert not store.statistics().volumes[0].is_degraded
+
+
+@pytest.mark.expect_log("No space left on device|Input/output error")
+@pytest.mark.expect_log("writing to NVMe works again")
+async def test_a_full_disk_is_no_device_that_fails(tmp_path: Path) -> None:
+    """Where the volume itself finds no room, too: a file system that allocates what is written only then."""
+    system = FaultySystem()
+    chain = chain_of(LARGE, 1)
+    async with open_table(tmp_path, LARGE, system, ram=32 << 20, nvme=64 << 20, window_bytes=8 << 20) as (store, table):
+        for error, fault in ((errno.ENOSPC, Fault.DISK_FULL), (errno.EIO, Fault.DEVICE)):
+            system.write_error = error
+            if error == errno.ENOSPC:
+                await store_chunk(store, table, new_chunks(chain)[0])
+            await eventually(lambda fault=fault: store.statistics().volumes[0].fault is fault)
+            assert store.statistics().volumes[0].is_disk_full == (fault is Fault.DISK_FULL)
+        system.write_error = 0
+        await eventually(lambda: store.statistics().volumes[0].fault is Fault.NONE)

@@ -84,7 +84,7 @@ def test_changes_without_room_beside_the_volume(full: Mount, disk: Disk) -> None
     with pytest.raises(OSError, match="No space left on device"):
         os.setxattr(next(full.path.joinpath(NAME, "prefixes").iterdir()), "user.kvfs.pin", b"3h")
     assert full.json("status")["volumes"][0]["is_disk_full"]
-    assert "no room beside the volume in" in kvfs("status", full.path).stdout
+    assert "its file system is full" in " ".join(kvfs("status", full.path).stdout.replace("│", " ").split())
     for words in (["quota", "tiny", "4MiB"], ["rm", "tiny", "--all"]):
         told = kvfs(words[0], full.path, *words[1:])
         if told.returncode:  # SQLite may find room for a small change in what it has
@@ -93,6 +93,62 @@ def test_changes_without_room_beside_the_volume(full: Mount, disk: Disk) -> None
     disk.free()
     wait_until(lambda: not full.json("status")["volumes"][0]["is_disk_full"], "the index is written again")
     assert kvfs("quota", full.path, "tiny", "5MiB").returncode == 0
+
+
+def fault(mount: Mount) -> str:
+    return str(mount.json("status")["volumes"][0]["fault"])
+
+
+def said(result: subprocess.CompletedProcess[str]) -> str:
+    """What a command printed, without the frame and the folding of a panel."""
+    return " ".join((result.stdout + result.stderr).replace("│", " ").split())
+
+
+@pytest.mark.heavy
+def test_stores_without_room_beside_the_volume(full: Mount, disk: Disk) -> None:
+    """Status, doctor and sync say that the disk is full, how much is missing and what to do; with room it goes on."""
+    store(full.path, list(range(100_000, 100_000 + 16 * 500)))  # more rows than SQLite has room for in what it has
+    wait_until(lambda: fault(full) == "disk_full", "it is noticed")
+    shown = said(kvfs("status", full.path))
+    assert "degraded: disk full" in shown
+    assert "its file system is full, 0 B are free and 16.0 MiB missing" in shown
+    assert "free room beside" in shown
+    assert "device" not in shown.split("tier")[1].split("stores")[0]
+    doctor = kvfs("doctor", full.path)
+    assert doctor.returncode == 1
+    assert f"NO  {full.path}: volume in {disk.path}/volume  its file system is full" in doctor.stdout
+    assert "can run here, but something has failed" in doctor.stdout.splitlines()[-1]
+    assert "kvfs_volume_disk_full{" in (full.path / ".kvfs" / "metrics").read_text()
+    assert "its file system is full" in kvfs("sync", full.path).stderr
+    disk.free()
+    wait_until(lambda: fault(full) == "", "it is written")
+    assert kvfs("doctor", full.path).returncode == 0
+    wait_until(lambda: full.json("status")["num_dirty"] == 0, "all of it is")
+
+
+@pytest.mark.heavy
+def test_a_volume_that_is_removed_under_its_daemon(mount: Mount, tmp_path: Path) -> None:
+    """It is noticed, said, and nothing is called durable any more; where its files come back it goes on."""
+    mount.start()
+    store(mount.path, list(range(16 * 3)))
+    assert kvfs("sync", mount.path).returncode == 0
+    (tmp_path / "volume").rename(tmp_path / "elsewhere")
+    store(mount.path, list(range(500, 500 + 16 * 3)))
+    wait_until(lambda: fault(mount) == "gone", "it is noticed")
+    assert "degraded: gone" in said(kvfs("status", mount.path))
+    doctor = kvfs("doctor", mount.path)
+    assert doctor.returncode == 1
+    assert "its files were removed, or its disk was unmounted, under the daemon" in doctor.stdout
+    assert mount.json("status")["num_dirty"] == 3
+    assert "its files were removed" in kvfs("sync", mount.path).stderr
+    (tmp_path / "elsewhere").rename(tmp_path / "volume")
+    wait_until(lambda: fault(mount) == "", "it is there again")
+    assert kvfs("sync", mount.path).returncode == 0
+    (tmp_path / "volume").rename(tmp_path / "elsewhere")
+    wait_until(lambda: fault(mount) == "gone", "it is noticed where nothing is written, too")
+    (tmp_path / "elsewhere").rename(tmp_path / "volume")
+    wait_until(lambda: fault(mount) == "", "it is there again")
+    assert kvfs("umount", mount.path).returncode == 0
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvfs.config import Settings
 from kvfs.errors import ConfigError, UnavailableError, UsageError
-from kvfs.tools import background, listing, ls, mounted, open_files, status
+from kvfs.tools import background, faults, listing, ls, mounted, open_files, status
 from kvfs.tools.mount import _sole_error
 from kvfs.tools.words import format_duration, format_share
 
@@ -111,6 +111,35 @@ def test_status_shows_what_matters() -> None:
         assert part in text
     assert "chunks loaded that were in RAM" in text
     assert "missed chunks" not in text
+
+
+@pytest.mark.parametrize(
+    ("facts", "word", "advice"),
+    [
+        ({"kind": "missing", "fault": "missing"}, "missing", "`kvfs format /disk2/kvfs SIZE`"),
+        ({"fault": "gone", "is_degraded": True}, "gone", "put them back where they were"),
+        ({"fault": "disk_full", "is_disk_full": True}, "disk full", "free room beside /disk2/kvfs"),
+        ({"fault": "device", "is_degraded": True}, "device fails", "see the daemon's log, and dmesg"),
+        ({"kind": "missing"}, "missing", "`kvfs format"),
+        ({"is_disk_full": True}, "disk full", "free room"),
+        ({"is_degraded": True}, "device fails", "dmesg"),
+    ],
+)
+def test_what_is_wrong_with_a_volume(facts: dict[str, object], word: str, advice: str) -> None:
+    """By the word of the daemon, and of one of an earlier version by what it says; what works is not mentioned."""
+    good, bad = {"directory": "/disk1/kvfs", "kind": "direct"}, {"directory": "/disk2/kvfs", "kind": "direct", **facts}
+    [found] = faults.troubles({"volumes": [good, bad]})
+    assert (found.directory, found.word) == ("/disk2/kvfs", word)
+    assert advice in found.advice
+    assert word in shown({"nvme": {"is_degraded": True}, "volumes": [good, bad]})
+
+
+def test_what_a_volume_wants_beside_what_is_free(tmp_path: Path) -> None:
+    """What it has not allocated yet, and room for its index."""
+    with (tmp_path / "volume").open("wb") as file:
+        file.truncate(1 << 43)
+    free, missing = faults.missing_bytes(tmp_path)
+    assert missing == (1 << 43) + faults.INDEX_ROOM_BYTES - free
 
 
 def test_status_of_another_version_is_shown_as_far_as_it_goes() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 import typer
 
+from kvfs.tools import mounted
 from kvfs.tools.doctor import gpu, machine, places
 from kvfs.tools.doctor.finding import Finding
 from kvfs.tools.words import format_count, printable
@@ -14,8 +16,9 @@ from kvfs.tools.words import format_count, printable
 EXAMPLES = """
 kvfs doctor
 
-What this machine can do, before anything is mounted. The exit code is 0 if kvfs can run here, 1 if something that it needs
-is missing; what would only make it faster is no failure.
+What this machine can do, and how the caches stand that are mounted. The exit code is 0 if kvfs can run here, 1 if something
+that it needs is missing, or something in use has failed (a volume, a disk that is full); what would only make it faster is no
+failure.
 
 kvfs doctor /data
 
@@ -23,7 +26,7 @@ The same, and whether /data is a good place for a volume: file system, direct I/
 
 kvfs doctor /mnt/kvfs
 
-A running mount: whether its arena has huge pages, and its volume direct I/O.
+A running mount: whether its arena has huge pages, its volumes direct I/O, and what of them is missing or fails.
 
 kvfs doctor --json | jq -r '.findings[] | select(.is_ok | not) | .advice'
 """
@@ -39,8 +42,12 @@ def doctor(
     found = list(machine.findings())
     for place in where or []:
         found += places.findings(place)
+    if not where:
+        for path in mounted.all_paths():
+            found += places.mount_findings(path)
     found += gpu.findings()
     missing = [finding for finding in found if finding.is_needed and not finding.is_ok]
+    failed = [finding for finding in found if finding.is_fault and not finding.is_ok]
     if as_json:
         document = {"can_run": not missing, "findings": found}
         typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
@@ -48,18 +55,22 @@ def doctor(
         width = max(len(finding.name) for finding in found)
         for finding in found:
             typer.echo(line(finding, width))
-        names = printable(", ".join(finding.name for finding in missing))
-        typer.echo(
-            f"kvfs: cannot run here, {format_count(len(missing), 'thing')} missing: {names}"
-            if missing
-            else "kvfs: can run here"
-        )
-    if missing:
+        typer.echo(printable(f"kvfs: {_verdict(missing, failed)}"))
+    if missing or failed:
         raise typer.Exit(1)
+
+
+def _verdict(missing: Sequence[Finding], failed: Sequence[Finding]) -> str:
+    if missing:
+        names = ", ".join(finding.name for finding in missing)
+        return f"cannot run here, {format_count(len(missing), 'thing')} missing: {names}"
+    if failed:
+        return f"can run here, but something has failed: {', '.join(finding.name for finding in failed)}"
+    return "can run here"
 
 
 def line(finding: Finding, width: int) -> str:
     """One line: whether it is so, what was looked at, what was found, and what to do."""
-    verdict = "ok" if finding.is_ok else ("NO" if finding.is_needed else "no")
+    verdict = "ok" if finding.is_ok else ("NO" if finding.is_needed or finding.is_fault else "no")
     advice = f" -> {finding.advice}" if finding.advice else ""
     return f"{verdict}  {printable(finding.name):{width}}  {printable(finding.what)}{printable(advice)}"

@@ -15,6 +15,7 @@ class Finding:
         what: what was found, or why it is not so; one line.
         advice: what to do about it, if it is not.
         is_needed: whether kvfs cannot run without it.
+        is_fault: whether something that is in use has failed: kvfs runs, but somebody has to do something.
     """
 
     name: str
@@ -22,3 +23,4 @@ class Finding:
     what: str
     advice: str = ""
     is_needed: bool = False
+    is_fault: bool = False

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvfs.config import format_size
-from kvfs.errors import KvfsError
+from kvfs.errors import KvfsError, UsageError
 from kvfs.mount import mountpoint as mountpoints
-from kvfs.tools import mounted
+from kvfs.tools import faults, mounted
 from kvfs.tools.doctor.finding import Finding
 from kvfs.tools.doctor.machine import arena_form
 from kvfs.volume import aligned_buffer
@@ -36,7 +36,7 @@ def findings(place: str) -> Iterator[Finding]:
         if rest:
             yield Finding(place, False, f"it lies inside the mount on {mount}", "name the mount itself", is_needed=True)
         else:
-            yield from _of_mount(mount)
+            yield from mount_findings(mount)
     else:
         yield from _of_directory(place)
 
@@ -99,15 +99,19 @@ def _fstype_of(directory: Path) -> str:
     return max(above, key=lambda mount: len(mount.path)).fstype if above else "unknown"
 
 
-def _of_mount(path: str) -> Iterator[Finding]:
+def mount_findings(path: str) -> Iterator[Finding]:
+    """How a cache stands that is mounted."""
     try:
         status = mounted.read_status(path)
+    except UsageError as error:  # of somebody else, who has not asked
+        yield Finding(f"{path}: daemon", False, str(error))
+        return
     except KvfsError as error:
-        yield Finding(f"{path}: daemon", False, str(error), "see the daemon's log", is_needed=True)
+        yield Finding(f"{path}: daemon", False, str(error), "see the daemon's log", is_fault=True)
         return
     yield Finding(f"{path}: daemon", True, f"kvfs {status.get('version', '?')}, process {status.get('pid', '?')}")
-    found = arena_form(str(_tier(status, "ram").get("kind", "memfd")))
-    yield Finding(f"{path}: arena", found.is_ok, found.what, found.advice)
+    arena = arena_form(str(_tier(status, "ram").get("kind", "memfd")))
+    yield Finding(f"{path}: arena", arena.is_ok, arena.what, arena.advice)
     nvme = _tier(status, "nvme")
     if not nvme:
         yield Finding(f"{path}: volume", True, "none: it is a RAM cache")
@@ -115,8 +119,8 @@ def _of_mount(path: str) -> Iterator[Finding]:
     is_direct = nvme.get("kind") == "direct"
     advice = "" if is_direct else "put the volume on ext4 or xfs"
     yield Finding(f"{path}: direct I/O", is_direct, "on" if is_direct else "off: the file system refuses it", advice)
-    if nvme.get("is_degraded"):
-        yield Finding(f"{path}: device", False, "it fails; the RAM tier goes on", "see the daemon's log, and dmesg")
+    for found in faults.troubles(status):
+        yield Finding(f"{path}: volume in {found.directory}", False, found.what, found.advice, is_fault=True)
 
 
 def _tier(status: dict[str, Any], name: str) -> dict[str, Any]:

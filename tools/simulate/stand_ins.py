@@ -31,6 +31,10 @@ class NoBytes:
     def sync(self) -> None:
         """See `Device`."""
 
+    def is_in_place(self) -> bool:
+        """See `Device`."""
+        return True
+
 
 def key_of(number: int) -> Key:
     """The key of a chunk of a trace."""
