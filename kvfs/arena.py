@@ -32,7 +32,7 @@ from pathlib import Path
 
 from kvfs import kept as kept_places
 from kvfs.chunk import align
-from kvfs.kept import Facts, Kept
+from kvfs.kept import Dropped, Facts, Kept
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class Arena:
         fd: read-write descriptor, the daemon's own; client_fd: read-only, to be handed out.
         view: the whole arena, writable.
         kept: its place, if it has one that outlives the daemon; is_to_stay: it will be left there.
+        dropped: what the daemon before us had kept and could not be taken over.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Arena:
         kept: Kept | None = None,
     ) -> None:
         self.kept = kept
+        self.dropped: Dropped | None = None
         self.is_to_stay = kept is not None and kept.is_taken_over
         self.size_bytes = size_bytes
         self.kind = kind
@@ -88,11 +90,12 @@ class Arena:
         is_shared: bool = False,
         place: Path | None = None,
         facts: Facts | None = None,
+        dropped: Dropped | None = None,
     ) -> Arena:
         """Make and prefault an arena. Raises OSError (ENOMEM) if the memory is not there.
 
         `window_budget_bytes` bounds what all windows together may take. With `is_shared`, whoever is handed `fd` may
-        write to it. In `place` it may outlive us, if it can; `facts` say whose it is then.
+        write to it. In `place` it may outlive us, if it can; `facts` say whose it is then. `dropped` is remembered.
         """
         size_bytes = align(size_bytes)
         arena = None
@@ -105,6 +108,7 @@ class Arena:
             except OSError as error:
                 log.warning("no tmpfs with huge pages for the arena (%s); taking a memfd", error)
         arena = arena or cls._on_memfd(size_bytes, huge_pages, window_budget_bytes)
+        arena.dropped = dropped
         try:
             arena._map.madvise(MADV_POPULATE_WRITE)
             arena._seal(0 if is_shared else _SEAL_FUTURE_WRITE)

@@ -36,10 +36,12 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from kvfs.chunk import ALIGNMENT
+from kvfs.config import exact_size, format_size
 from kvfs.documents import DIRECTORY, Documents
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,17 @@ def facts_of(mountpoint: str, size_bytes: int, nvme_directories: tuple[str, ...]
         boot_id=_BOOT_ID.read_text().strip(), mountpoint=mountpoint, size_bytes=size_bytes,
         nvme_directories=nvme_directories,
     )  # fmt: skip
+
+
+class Dropped(NamedTuple):
+    """What was kept, and is not taken over. Attributes: what: it was, for people; reason: why, and how to keep it."""
+
+    what: str
+    reason: str
+
+    def __str__(self) -> str:
+        """The sentence for whoever mounts."""
+        return f"{self.what} in RAM since the daemon before this one could not be taken over and went: {self.reason}"
 
 
 class Record:
@@ -176,12 +189,16 @@ class Kept:
         unfinished.rename(self.path / FACTS)
         self.facts = facts
 
-    def forget_chunks(self) -> None:
-        """What it holds belongs elsewhere: nothing of it is to be seen again. Raises OSError."""
+    def forget_chunks(self, found: Facts) -> Dropped:
+        """What it holds belongs elsewhere: nothing of it is to be seen again; returns what it was. Raises OSError."""
+        before = " and ".join(found.nvme_directories) or "no volume: it was a RAM cache"
+        reason = f"it belongs to {before}, and only a mount with the volumes of before takes it over"
+        dropped = Dropped(_content(self.path, found), reason)
         for offset, _, pid in self.record.entries():
             if not pid:
                 self.record.clear(offset)
         self.documents.destroy()
+        return dropped
 
     def is_to_stay(self) -> bool:
         """Whether somebody asked for it to be left behind."""
@@ -213,7 +230,7 @@ def make(path: Path, facts: Facts, window_budget_bytes: int) -> Kept:
         raise
 
 
-def find(path: Path, wanted: Facts, window_budget_bytes: int) -> Kept | None:
+def find(path: Path, wanted: Facts, window_budget_bytes: int) -> Kept | Dropped | None:
     """What a daemon before us left in this place, if it is what we want; else it is removed, and that is said.
 
     To be called by whoever holds the lock of the directory above. Raises OSError for what cannot be removed.
@@ -221,6 +238,7 @@ def find(path: Path, wanted: Facts, window_budget_bytes: int) -> Kept | None:
     if not is_mounted(path):
         return None
     reason, kept = _contradiction(path, wanted), None
+    found = read_facts(path)
     if not reason:
         try:
             kept = Kept(path, wanted, is_taken_over=True)
@@ -230,9 +248,24 @@ def find(path: Path, wanted: Facts, window_budget_bytes: int) -> Kept | None:
     if kept is not None and not reason:
         kept.stays()
         return kept
-    log.warning("the RAM tier of the daemon before this one cannot be taken over, it begins empty: %s", reason)
+    dropped = Dropped(_content(path, found), reason)
+    log.warning("%s", dropped)
     remove(path)
-    return None
+    return dropped
+
+
+def _content(path: Path, facts: Facts | None) -> str:
+    """How many chunks a place has, for people, as far as it can be told."""
+    if facts is None:
+        return "what was"
+    try:
+        with open(path / TABLE, "r+b") as table:
+            record = Record(table.fileno(), facts.size_bytes)
+    except (OSError, ValueError):
+        return "what was"
+    lengths = [length for _, length, pid in record.entries() if not pid]
+    record.close()
+    return f"{len(lengths):,} chunk{'' if len(lengths) == 1 else 's'}, {format_size(sum(lengths))}, that were"
 
 
 def _contradiction(path: Path, wanted: Facts) -> str:
@@ -244,7 +277,10 @@ def _contradiction(path: Path, wanted: Facts) -> str:
     if found.mountpoint != wanted.mountpoint:
         return f"it belongs to {found.mountpoint}"
     if found.size_bytes != wanted.size_bytes:
-        return f"it has {found.size_bytes >> 20} MiB, and ram is {wanted.size_bytes >> 20} MiB now"
+        return (
+            f"ram was {exact_size(found.size_bytes)} then and is {exact_size(wanted.size_bytes)} now, and only a mount with the "
+            "ram of before takes it over"
+        )
     return ""
 
 

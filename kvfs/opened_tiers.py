@@ -75,15 +75,16 @@ def _check_memory(settings: Settings, system: System) -> None:
 def _arena(settings: Settings, system: System, place: Path | None) -> Callable[[], Arena]:
     """What gives the arena of the daemon before us, or a new one, which takes long. Raises UsageError if there is no memory."""
     windows = settings.window_bytes * _MAX_WINDOWS
-    facts = None
+    facts = dropped = None
     if place is not None:
         size = align(settings.ram_bytes)
         facts = kept_places.facts_of(
             os.path.realpath(settings.mountpoint), size, tuple(where.directory for where in settings.nvme)
         )
         kept = kept_places.find(place, facts, windows)
-        if kept is not None:
+        if isinstance(kept, kept_places.Kept):
             return partial(Arena.of, kept, windows)
+        dropped = kept
     _check_memory(settings, system)
     return partial(
         Arena.create,
@@ -93,6 +94,7 @@ def _arena(settings: Settings, system: System, place: Path | None) -> Callable[[
         is_shared=settings.access == "trusted",
         place=place,
         facts=facts,
+        dropped=dropped,
     )
 
 

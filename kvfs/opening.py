@@ -62,14 +62,16 @@ def _keep_what_is_left(index: Index, nvme: NvmeTier) -> None:
         log.warning("the index could not be written: %s", error)
 
 
-def _bind(kept: kept_places.Kept, volumes: Iterable[Volume]) -> None:
-    """Let the arena belong to the volumes; the chunks of others are forgotten. Raises OSError."""
+def _bind(kept: kept_places.Kept, volumes: Iterable[Volume]) -> kept_places.Dropped | None:
+    """Let the arena belong to the volumes; the chunks of others are forgotten, and returned. Raises OSError."""
     identity = " ".join(sorted(volume.identity.hex() for volume in volumes))
     found = kept_places.read_facts(kept.path)
+    dropped = None
     if found is not None and found.volume != identity:
-        log.warning("the RAM tier of the daemon before this one belongs to other volumes: it begins empty")
-        kept.forget_chunks()
+        dropped = kept.forget_chunks(found)
+        log.warning("%s", dropped)
     kept.write_facts(msgspec.structs.replace(kept.facts, volume=identity))
+    return dropped
 
 
 def _begin_takeover(kept: kept_places.Kept, store: Store, residency: Residency, num_threads: int) -> Takeover:
@@ -142,7 +144,7 @@ async def open_store(
             takeover = None
             if arena.kept is not None:
                 with told("the RAM tier"):
-                    _bind(arena.kept, volumes)
+                    arena.dropped = _bind(arena.kept, volumes) or arena.dropped
                     takeover = _begin_takeover(arena.kept, store, residency, settings.io_threads)
                 arena.is_to_stay = False  # from here on an end in order is one
             store.run_in(nursery, life)

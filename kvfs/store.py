@@ -38,7 +38,7 @@ from kvfs.reading import Reading
 from kvfs.residency import NameObserver, Observer, Residency
 from kvfs.staging import Staged
 from kvfs.standing import Standing
-from kvfs.statistics import Capacity, Statistics, Unwritten, gauges
+from kvfs.statistics import Capacity, Fault, Statistics, Unwritten, gauges
 from kvfs.storing import Storing
 from kvfs.system import System
 from kvfs.volume import Volume
@@ -374,6 +374,13 @@ class Store:
         return render(self.counters, gauges(self.statistics()))
 
     # life
+
+    @property
+    def notices(self) -> list[str]:
+        """What whoever mounts has to know of the start, a sentence each."""
+        missing = [each.directory for each in self.statistics().volumes if each.fault is Fault.MISSING]
+        said = [f"the volume in {directory} is not there: the cache goes on without it" for directory in missing]
+        return [*said, *([str(self.arena.dropped)] if self.arena.dropped is not None else [])]
 
     def what_is_unwritten(self, *, is_kept: bool) -> Unwritten:
         """What would be lost, or stay in RAM, if the store ended now, and why it is not on NVMe."""

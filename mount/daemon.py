@@ -16,7 +16,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import FrameType
@@ -52,8 +52,8 @@ _M_MMAP_THRESHOLD = -3  # <malloc.h>
 READY_DEADLINE_S = 10.0
 
 
-def run(settings: Settings, ready: Callable[[], None]) -> None:
-    """Serve until told to stop; `ready` is called once, when the mount answers.
+def run(settings: Settings, ready: Callable[[Sequence[str]], None]) -> None:
+    """Serve until told to stop; `ready` is called once, when the mount answers, with sentences for whoever mounts.
 
     Raises UsageError, in one sentence, for what cannot be mounted as asked. Must be called from the main thread.
     """
@@ -82,7 +82,7 @@ def _give_large_memory_back() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
-async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
+async def _serve(settings: Settings, ready: Callable[[Sequence[str]], None]) -> None:
     async with AsyncExitStack() as stack:
         path = await trio.to_thread.run_sync(mountpoint.prepare, settings.mountpoint)
         socket_path = stack.enter_context(
@@ -124,7 +124,7 @@ async def _serve(settings: Settings, ready: Callable[[], None]) -> None:
                         "the RAM tier is a sealed memfd: it ends with this daemon, no other can take it over (%s)",
                         "huge_pages is never" if is_never else "only root can keep it",
                     )
-                ready()
+                ready(store.notices)
                 await is_over.wait()
                 logger.info("stopping")
                 ending.begin()

@@ -1,7 +1,7 @@
 """A daemon in the background: `kvfs mount` once more, in a session of its own.
 
-The daemon says through a pipe how its start went: "ready", or the sentence that the command prints in its stead. Its
-stdout and stderr go to its log.
+The daemon says through a pipe how its start went: "ready", and in further lines what is to be known of it; or the sentence
+that the command prints in its stead. Its stdout and stderr go to its log.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -31,10 +32,11 @@ LOG_MODE = 0o640
 
 
 class Daemon(NamedTuple):
-    """A daemon that came up."""
+    """A daemon that came up. Attributes: notices: what it has to say of its start."""
 
     pid: int
     log_file: str
+    notices: tuple[str, ...] = ()
 
 
 class Report:
@@ -48,9 +50,9 @@ class Report:
         if fd is not None:
             os.set_inheritable(fd, False)  # else the pipe would outlive us in a process that we start
 
-    def ready(self) -> bool:
-        """Say that the mount answers; False if nobody listens."""
-        return self._say(READY)
+    def ready(self, notices: Sequence[str] = ()) -> bool:
+        """Say that the mount answers, and what is to be known of the start; False if nobody listens."""
+        return self._say(b"\n".join([READY, *(notice.encode() for notice in notices)])[:MAX_SENTENCE_BYTES])
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +100,7 @@ def start(settings: Settings) -> Daemon:
             os.close(log_fd)
             os.close(write_fd)
         try:
-            _await_ready(process, read_fd, settings)
+            notices = _await_ready(process, read_fd, settings)
         except BaseException:
             process.send_signal(signal.SIGTERM)
             process.wait()
@@ -106,12 +108,14 @@ def start(settings: Settings) -> Daemon:
     finally:
         os.close(read_fd)
     process.returncode = 0  # it is to outlive us: nobody waits for it, and nothing shall warn of that
-    return Daemon(process.pid, log_file)
+    return Daemon(process.pid, log_file, notices)
 
 
-def _await_ready(process: subprocess.Popen[bytes], read_fd: int, settings: Settings) -> None:
+def _await_ready(process: subprocess.Popen[bytes], read_fd: int, settings: Settings) -> tuple[str, ...]:
+    """What the daemon has to say of its start; ends the command if it did not come up."""
     word = os.read(read_fd, MAX_SENTENCE_BYTES)
-    if word != READY:
+    ready, *notices = word.split(b"\n")
+    if ready != READY:
         code = process.wait()
         sentence = word.decode(errors="replace") or (
             f"the daemon ended with exit code {code} before the mount answered; see {settings.log_file}"
@@ -120,6 +124,7 @@ def _await_ready(process: subprocess.Popen[bytes], read_fd: int, settings: Setti
         raise typer.Exit(code if code > 0 else 1)
     if not mountpoint.answers(mountpoint.resolve(settings.mountpoint)):
         raise UnavailableError(f"{settings.mountpoint} is mounted but does not answer; see {settings.log_file}")
+    return tuple(notice.decode(errors="replace") for notice in notices)
 
 
 def flags(settings: Settings) -> list[str]:

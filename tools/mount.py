@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from logging.handlers import WatchedFileHandler
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from kvfs.config import Settings, exact_size, format_size
 from kvfs.errors import ConfigError, KvfsError, UsageError
 from kvfs.tools import background as in_background
 from kvfs.tools.background import Report
+from kvfs.tools.words import printable
 
 EXAMPLES = """
 kvfs mount /mnt/kvfs --ram 4GiB --nvme /data/kvfs:64GiB
@@ -151,17 +153,14 @@ def mount(
             daemon = in_background.start(settings)
             typer.echo(f"kvfs: mounted on {settings.mountpoint}, {describe(settings)}")
             typer.echo(f"kvfs: process {daemon.pid}, log in {daemon.log_file}")
-            for directory in _missing_volumes(settings.mountpoint):
-                typer.echo(f"kvfs: the volume in {directory} is not there: the cache goes on without it", err=True)
+            _tell(daemon.notices)
         else:
             run(settings, report)
 
 
-def _missing_volumes(mountpoint: str) -> list[str]:
-    from kvfs.tools import mounted
-
-    volumes = mounted.read_status(mounted.find(mountpoint)).get("volumes", [])
-    return [each["directory"] for each in volumes if each["kind"] == "missing"]
+def _tell(notices: Sequence[str]) -> None:
+    for notice in notices:
+        typer.echo(f"kvfs: {printable(notice)}", err=True)
 
 
 def describe(settings: Settings) -> str:
@@ -179,11 +178,13 @@ def run(settings: Settings, report: Report) -> None:
 
     is_up = False
 
-    def ready() -> None:
+    def ready(notices: Sequence[str]) -> None:
         nonlocal is_up
         is_up = True
-        if not report.ready():
+        if not report.ready(notices):
             typer.echo(f"kvfs: mounted on {settings.mountpoint}, {describe(settings)}; Ctrl-C unmounts", err=True)
+            if settings.log_file is not None:  # else the log has said it here
+                _tell(notices)
 
     try:
         daemon.run(settings, ready)

@@ -115,7 +115,11 @@ def test_two_daemons_and_other_settings(daemon: Daemon, place: Path, engines: Ca
     engine.load("abc")
     daemon.stop(signal.SIGKILL)
     daemon.start(AUTO, ram="32MiB", nvme=None)
-    assert "it begins empty: it has 16 MiB, and ram is 32 MiB now" in daemon.log
+    assert (
+        "WARNING kvfs.kept: 3 chunks, 24.0 KiB, that were in RAM since the daemon before this one could not be"
+        in daemon.log
+    )
+    assert "ram was 16MiB then and is 32MiB now, and only a mount with the ram of before takes it over" in daemon.log
     assert num_chunks(daemon, engine) == 0
 
 
@@ -163,3 +167,33 @@ def test_sync_of_a_ram_cache(daemon: Daemon) -> None:
     result = kvfs("sync", str(daemon.path))
     assert result.returncode == 0
     assert "is a RAM cache" in result.stdout
+
+
+@pytest.mark.heavy
+@needs_root
+def test_what_other_settings_drop_is_said_at_the_mount(
+    daemon: Daemon, place: Path, engines: Callable[[Path], Engine], tmp_path: Path
+) -> None:
+    """On the terminal: what went, why, and what would have kept it; by the size of RAM, and by the volumes."""
+
+    def mount(*flags: str) -> str:
+        result = kvfs("mount", str(daemon.path), AUTO, f"--socket-directory={daemon.run_directory}", "--background", *flags)
+        assert result.returncode == 0, result.stderr
+        return result.stderr
+
+    one, two = f"--nvme={tmp_path}/one:16MiB", f"--nvme={tmp_path}/two:16MiB"
+    assert mount("--ram=16MiB", one) == ""
+    engines(daemon.path).store("abc")
+    assert kvfs("umount", str(daemon.path), "--keep-ram").returncode == 0
+    assert mount("--ram=16MiB", one) == ""
+    assert kvfs("umount", str(daemon.path), "--keep-ram").returncode == 0
+    what = "kvfs: 3 chunks, 24.0 KiB, that were in RAM since the daemon before this one could not be taken over and went: "
+    assert mount("--ram=16MiB", two) == (
+        f"{what}it belongs to {tmp_path}/one, and only a mount with the volumes of before takes it over\n"
+    )
+    engines(daemon.path).store("abc")
+    assert kvfs("umount", str(daemon.path), "--keep-ram").returncode == 0
+    assert mount("--ram=24MiB", two) == (
+        f"{what}ram was 16MiB then and is 24MiB now, and only a mount with the ram of before takes it over\n"
+    )
+    assert kvfs("umount", str(daemon.path)).returncode == 0

@@ -120,7 +120,7 @@ class Daemon:
         os.close(write_fd)
         word = os.read(read_fd, 4096)
         os.close(read_fd)
-        if word != background.READY:
+        if word.partition(b"\n")[0] != background.READY:
             self._process.wait()
             raise UsageError(word.decode(errors="replace") or "the daemon of the benchmark did not start")
         return self
