@@ -310,12 +310,17 @@ def is_mounted(path: Path) -> bool:
     return path in places()
 
 
-def kept_for(mountpoint: str) -> Iterator[tuple[Path, Facts]]:
-    """The places of the daemon, alive or not, of a mount point."""
+def all_kept() -> Iterator[tuple[Path, Facts]]:
+    """The places of all daemons, alive or not."""
     for path in places():
         facts = read_facts(path)
-        if facts is not None and facts.mountpoint == mountpoint:
+        if facts is not None:
             yield path, facts
+
+
+def kept_for(mountpoint: str) -> Iterator[tuple[Path, Facts]]:
+    """Those of one mount point."""
+    return (each for each in all_kept() if each[1].mountpoint == mountpoint)
 
 
 def remove_if_left(path: Path) -> bool:

@@ -89,7 +89,7 @@ async def _serve(settings: Settings, ready: Callable[[Sequence[str]], None]) -> 
             socket_directory(path, settings.socket_directory, is_shared=settings.allow_other)
         )
         outlive_signals = stack.enter_context(_until_all_is_written())
-        ending = Ending(socket_path, functools.partial(_leave_mount, path))
+        ending = Ending(path, socket_path, functools.partial(_leave_mount, path))
         stack.callback(ending.is_over)
         place = Path(socket_path).with_name(DIRECTORY_NAME)  # below the directory that we hold locked
         store = ending.store = await stack.enter_async_context(open_store(settings, place=place))

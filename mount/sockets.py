@@ -14,8 +14,10 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvfs.errors import UsageError
+from kvfs.mount import last_words
 
 SOCKET_NAME = "session.sock"
 _MAX_SOCKET_BYTES = 107  # sun_path, unix(7), with its closing NUL
@@ -43,7 +45,9 @@ def socket_directory(mountpoint: str, parent: str, *, is_shared: bool) -> Iterat
     except OSError as error:
         raise UsageError(f"cannot make {directory} for the session socket: {error.strerror}") from error
     if descriptor is None:
-        raise UsageError(f"another kvfs daemon serves {mountpoint}")
+        is_ending = last_words.left(Path(directory)) is not None
+        hint = " is ending and writes what is dirty: `kvfs umount` waits for it" if is_ending else " serves it"
+        raise UsageError(f"cannot mount on {mountpoint}: another kvfs daemon{hint}")
     try:
         os.fchmod(descriptor, 0o750 if is_shared else 0o700)
         _unlink(path)

@@ -23,6 +23,10 @@ Beat = Callable[[], None]
 T = TypeVar("T")
 
 
+class NotMountedError(UsageError):
+    """Nothing is mounted there."""
+
+
 class GoneError(UnavailableError):
     """The daemon of a mount is dead; the mount is still there."""
 
@@ -39,7 +43,7 @@ def find(path: str) -> str:
     if mount is None:
         others = all_paths()
         hint = f"; it is mounted on {', '.join(others)}" if others else ""
-        raise UsageError(f"kvfs is not mounted on {path}{hint}")
+        raise NotMountedError(f"kvfs is not mounted on {path}{hint}")
     if not mount.is_ours:
         raise UsageError(f"what is mounted on {path} is not kvfs but {mount.fstype}")
     return resolved

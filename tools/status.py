@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 import typer
@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfs import kept
-from kvfs.config import format_size
+from kvfs.config import exact_size, format_size
 from kvfs.errors import UnavailableError, UsageError
 from kvfs.metrics import Counters
 from kvfs.mount import mountpoint as mountpoints
-from kvfs.tools import faults, mounted
-from kvfs.tools.words import format_count, format_duration, format_share
+from kvfs.tools import daemons, faults, mounted
+from kvfs.tools.words import format_count, format_duration, format_share, printable
 
 EXAMPLES = """
 kvfs status
@@ -29,7 +29,14 @@ The one cache that is mounted; of several a line each.
 kvfs status /mnt/kvfs
 
 kvfs status /mnt/kvfs --json | jq .counters
+
+while kvfs status /mnt/kvfs; [ $? = 3 ]; do sleep 1; done
+
+Wait until a daemon that was unmounted has written everything: its exit code is 3 until then.
 """
+
+EXIT_DOES_NOT_ANSWER = 1
+EXIT_NOT_MOUNTED_NOW = 3
 
 
 def status(
@@ -38,49 +45,138 @@ def status(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The status as it is, for programs.")] = False,
 ) -> None:
-    """Show what a cache holds and does."""
+    """Show what a cache holds and does.
+
+    Exit code 0: it is mounted and answers (without MOUNTPOINT: all that are mounted do); 1: a daemon is gone, or does not
+    answer; 2: nothing is mounted there, or anywhere; 3: the same, and its daemon is ending and still writes, or has not mounted
+    yet.
+    """
     if mountpoint is None:
         paths = mounted.all_paths()
-        if not paths:
-            raise UsageError("kvfs is mounted nowhere: `kvfs mount` does it")
-        if len(paths) > 1:
-            if as_json:
-                raise UsageError(f"kvfs is mounted on {', '.join(paths)}: say which")
-            Console().print(overview(paths))
+        if len(paths) != 1:
+            _show_all(paths, as_json=as_json)
             return
-        mountpoint = paths[0]
+        [mountpoint] = paths
+        others = Unmounted.look(paths)
+    else:
+        others = Unmounted((), ())
     try:
         path = mounted.find(mountpoint)
         document = mounted.read_status(path)
-    except (UsageError, mounted.GoneError) as error:
-        left = sum(facts.size_bytes for _, facts in kept.kept_for(mountpoints.resolve(mountpoint)))
-        if not left:
-            raise
-        hint = f"{format_size(left)} of RAM stay for the next mount there; `kvfs umount {mountpoint}` gives them back"
-        raise type(error)(f"{error}. {hint}") from error
+    except mounted.NotMountedError as error:
+        _show_unmounted(mountpoint, error, as_json=as_json)
+        return
+    except mounted.GoneError as error:
+        raise mounted.GoneError(f"{error}{_kept_hint(mountpoint)}") from error
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
     else:
-        Console().print(panel(path, document))
+        Console().print(panel(path, document), *others.lines())
 
 
-def overview(paths: Sequence[str]) -> RenderableType:
-    """A line for each of several mounts; one that does not answer says so in its line."""
+def _show_unmounted(mountpoint: str, error: UsageError, *, as_json: bool) -> None:
+    """Of a place where nothing is mounted: its daemon that ends, or begins; else what is kept in RAM is in the error."""
+    path = mountpoints.resolve(mountpoint)
+    daemon = daemons.of_mountpoint(path)
+    if daemon is None:
+        raise UsageError(f"{error}{_kept_hint(mountpoint)}") from error
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(_document(path, daemon)), indent=2))
+    else:
+        typer.echo(f"kvfs: {printable(daemon.sentence(path))}")
+    raise typer.Exit(EXIT_NOT_MOUNTED_NOW)
+
+
+def _document(path: str, daemon: daemons.Unmounted) -> dict[str, Any]:
+    left = daemon.left
+    return {
+        "mountpoint": path, "state": "alive" if left is None else "ending", "pid": daemon.pid,
+        "num_dirty": left.num_dirty if left else 0, "dirty_bytes": left.dirty_bytes if left else 0,
+    }  # fmt: skip
+
+
+def _kept_hint(mountpoint: str) -> str:
+    path = mountpoints.resolve(mountpoint)
+    hints = [f"{_settings_of(facts)}; `kvfs umount {mountpoint}` gives them back" for _, facts in kept.kept_for(path)]
+    return f". {hints[0]}" if hints else ""
+
+
+def _settings_of(facts: kept.Facts) -> str:
+    """How much RAM stays, and for a mount with which settings."""
+    flags = " ".join([f"--ram {exact_size(facts.size_bytes)}", *(f"--nvme {each}" for each in facts.nvme_directories)])
+    return f"{format_size(facts.size_bytes)} of RAM stay for the next mount there with {flags}"
+
+
+class Unmounted(NamedTuple):
+    """What there is beside mounts. Attributes: ending: daemons, with their mount points; left: RAM that was kept."""
+
+    ending: Sequence[tuple[str, daemons.Unmounted]]
+    left: Sequence[kept.Facts]
+
+    @classmethod
+    def look(cls, paths: Sequence[str]) -> Self:
+        """All there is now; `paths` are mounted."""
+        ending = [(path, daemon) for path, daemon in daemons.ending_now() if path not in paths]
+        known = {*paths, *(path for path, _ in ending)}
+        return cls(ending, [facts for _, facts in kept.all_kept() if facts.mountpoint not in known])
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Where, and what, for people."""
+        for path, daemon in self.ending:
+            yield path, daemon.sentence(path)
+        for facts in self.left:
+            yield facts.mountpoint, f"not mounted; {_settings_of(facts)}"
+
+    def lines(self) -> list[Text]:
+        """The same, a line each."""
+        return [Text(f"{path}: {what}") for path, what in self.rows()]
+
+    def documents(self) -> list[dict[str, Any]]:
+        """The same for programs."""
+        found = [_document(path, daemon) for path, daemon in self.ending]
+        return [*found, *({"state": "kept", **msgspec.to_builtins(facts)} for facts in self.left)]
+
+
+def _show_all(paths: Sequence[str], *, as_json: bool) -> None:
+    """A line for each mount, of which there is none or several, each daemon that ends, and RAM that was kept."""
+    if as_json and paths:
+        raise UsageError(f"kvfs is mounted on {', '.join(paths)}: say which")
+    others = Unmounted.look(paths)
+    table, all_answer = overview(paths)
+    for path, what in others.rows():
+        table.add_row(Text(path), "-", "-", "-", Text(what))
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(others.documents()), indent=2))
+    elif table.row_count:
+        Console().print(table)
+    if not all_answer:
+        raise typer.Exit(EXIT_DOES_NOT_ANSWER)
+    if others.ending and not paths:
+        raise typer.Exit(EXIT_NOT_MOUNTED_NOW)
+    if not paths:
+        raise UsageError("kvfs is mounted nowhere: `kvfs mount` does it")
+
+
+def overview(paths: Sequence[str]) -> tuple[Table, bool]:
+    """A line for each of several mounts, and whether all answer; one that does not says so in its line."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("mounted on", overflow="fold")
     for heading in ("chunks", "ram", "nvme"):
         table.add_column(heading, justify="right")
     table.add_column("")
+    all_answer = True
     for path in paths:
         try:
             document = mounted.read_status(path)
         except (UsageError, UnavailableError) as error:
+            all_answer = False
             table.add_row(Text(path), "-", "-", "-", Text(str(error)))
             continue
         tiers = [document.get(name) for name in ("ram", "nvme")]
         full = [format_size(tier.get("used_bytes", 0)) if isinstance(tier, dict) else "-" for tier in tiers]
-        table.add_row(Text(path), f"{document.get('num_chunks', 0):,}", *full)
-    return table
+        words = ", ".join(f"{found.directory}: {found.word}" for found in faults.troubles(document))
+        table.add_row(Text(path), f"{document.get('num_chunks', 0):,}", *full, Text(words, style="bold red"))
+    return table, all_answer
 
 
 def panel(path: str, document: dict[str, Any]) -> RenderableType:

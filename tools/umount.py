@@ -15,9 +15,9 @@ import typer
 from kvfs import kept
 from kvfs.config import format_size
 from kvfs.errors import KvfsError, UnavailableError, UsageError
-from kvfs.mount import ending
+from kvfs.mount import last_words
 from kvfs.mount import mountpoint as mountpoints
-from kvfs.tools import mounted
+from kvfs.tools import daemons, mounted
 from kvfs.tools.open_files import described, users_of
 
 EXAMPLES = """
@@ -63,7 +63,10 @@ def umount(
     try:
         path = mounted.find(mountpoint)
     except UsageError:
-        if not _give_back(mountpoints.resolve(mountpoint), is_forced=force):
+        path = mountpoints.resolve(mountpoint)
+        if (daemon := daemons.of_mountpoint(path)) is not None and daemon.left is not None and not force:
+            _await_ending(path, daemon, keep_ram=keep_ram, timeout_s=timeout_s)
+        elif not _give_back(path, is_forced=force):
             raise
         return
     if force:
@@ -96,7 +99,25 @@ def umount(
     finally:
         if daemon_fd is not None:
             os.close(daemon_fd)
-    unwritten = ending.take(socket_path)
+    _say_the_end(path, socket_path, place)
+
+
+def _await_ending(path: str, daemon: daemons.Unmounted, *, keep_ram: bool, timeout_s: float) -> None:
+    """One that was unmounted already, and still writes: wait for it, as whoever unmounted it does."""
+    place = _keep(path, daemon.socket_path) if keep_ram else None
+    daemon_fd = _open_process(daemon.pid)
+    if daemon_fd is not None:
+        typer.echo(f"kvfs: {daemon.sentence(path)}; waiting for it", err=True)
+        try:
+            _await_end(path, daemon.socket_path, daemon_fd, timeout_s)
+        finally:
+            os.close(daemon_fd)
+    _say_the_end(path, daemon.socket_path, place)
+
+
+def _say_the_end(path: str, socket_path: str, place: Path | None) -> None:
+    """What became of a daemon that has ended. Raises KvfsError if it could not write everything."""
+    unwritten = last_words.take(socket_path)
     if unwritten is not None and (place is None or not unwritten.is_kept):
         raise KvfsError(f"{path} is unmounted, but {unwritten.sentence}")
     typer.echo(f"kvfs: {path} is unmounted")
@@ -127,7 +148,7 @@ def _give_back(path: str, *, is_forced: bool) -> bool:
     """
     found = False
     for place, facts in list(kept.kept_for(path)):
-        unwritten = ending.said(place.parent)
+        unwritten = last_words.said(place.parent)
         if unwritten is not None and not is_forced:
             raise UsageError(
                 f"the RAM kept for the next mount on {path} has {unwritten.what} that NVMe does not have: mount it again to "
@@ -176,7 +197,7 @@ def _await_end(path: str, socket_path: str, daemon_fd: int, timeout_s: float) ->
         signal.pidfd_send_signal(daemon_fd, signal.SIGTERM)
     give_up_s = time.monotonic() + timeout_s - PATIENCE_S
     while not poll.poll(max(0.0, min(_LOOK_EVERY_S, give_up_s - time.monotonic())) * 1000):
-        if ending.has_said(socket_path):  # one whose device hangs may never be gone
+        if last_words.has_said(socket_path):  # one whose device hangs may never be gone
             poll.poll(_LAST_MOMENT_S * 1000)
             return
         if time.monotonic() < give_up_s:

@@ -40,6 +40,60 @@ def test_a_signal_ends_it_and_everything_is_written(daemon: Any, engines: Any, n
     again.load("abc")
 
 
+def kvfs(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvfs.tools.cli", *map(str, words)]
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=DEADLINE_S, cwd="/"
+    )
+
+
+def test_a_daemon_that_still_writes_is_shown(daemon: Any, engines: Any, wait: Any) -> None:
+    """Status says how much is left, with an exit code of its own; umount waits for it; a mount says what to do."""
+    daemon.start()
+    index = sqlite3.connect(daemon.directory / "volume/index.sqlite", isolation_level=None)
+    umount = None
+    try:
+        engine = engines(daemon.path)
+        engine.store("a")
+        wait(lambda: os.getxattr(engine.file("a"), "user.kvfs.dirty") == b"0", "it is on NVMe")
+        index.execute("BEGIN IMMEDIATE")  # nothing can become durable
+        engine.store("abc")
+        pid = daemon.pid
+        os.kill(pid, signal.SIGTERM)
+        wait(lambda: list(daemon.run_directory.glob("*/ending.json")), "it is ending")
+        wait(lambda: not is_mounted(daemon), "it is unmounted")
+        said = kvfs("status", daemon.path)
+        assert (said.returncode, said.stderr) == (3, "")
+        sentence = (
+            f"kvfs: the daemon of {daemon.path} (process {pid}) is ending: 2 chunks, 16.0 KiB, are still to be written"
+        )
+        assert said.stdout == f"{sentence} to NVMe\n"
+        document = json.loads(kvfs("status", daemon.path, "--json").stdout)
+        assert document == {
+            "mountpoint": str(daemon.path), "state": "ending", "pid": pid, "num_dirty": 2, "dirty_bytes": 16384,
+        }  # fmt: skip
+        everywhere = kvfs("status")
+        assert f"(process {pid}) is ending" in " ".join(everywhere.stdout.split())
+        assert "another kvfs daemon is ending and writes what is dirty: `kvfs umount` waits" in daemon.refusal()
+        umount = subprocess.Popen(
+            [sys.executable, "-m", "kvfs.tools.cli", "umount", str(daemon.path)],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+        assert umount.stderr is not None
+        assert umount.stderr.readline().startswith(sentence)
+    finally:
+        index.rollback()
+        index.close()
+        if umount is not None:
+            umount.communicate(timeout=DEADLINE_S)
+    assert umount.returncode == 0
+    assert daemon.ended() == 0
+    assert kvfs("status", daemon.path).returncode == 2
+    assert os.listdir(daemon.run_directory) == []
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("first", ["a signal", "kvfs umount"])
 def test_a_second_signal_does_not_end_it_while_it_writes(daemon: Any, engines: Any, wait: Any, first: str) -> None:

@@ -55,7 +55,9 @@ def test_an_upgrade(daemon: Daemon, place: Path, engines: Callable[[Path], Engin
     assert daemon.ended() == 0
     result = kvfs("status", str(daemon.path))
     assert result.returncode == 2
-    assert "16.0 MiB of RAM stay for the next mount there; `kvfs umount" in result.stderr
+    assert "16.0 MiB of RAM stay for the next mount there with --ram 16MiB; `kvfs umount" in result.stderr
+    everywhere = " ".join(kvfs("status").stdout.split())
+    assert "16.0 MiB of RAM stay for the next mount there with --ram 16MiB" in everywhere
     daemon.start(AUTO, nvme=None)
     wait_until(lambda: num_chunks(daemon, engine) == 3, "the chunks are taken over")
     wait_until(lambda: engine.client.match(engine.chains("abc")).count == 3, "the engine has attached again")
@@ -177,7 +179,9 @@ def test_what_other_settings_drop_is_said_at_the_mount(
     """On the terminal: what went, why, and what would have kept it; by the size of RAM, and by the volumes."""
 
     def mount(*flags: str) -> str:
-        result = kvfs("mount", str(daemon.path), AUTO, f"--socket-directory={daemon.run_directory}", "--background", *flags)
+        result = kvfs(
+            "mount", str(daemon.path), AUTO, f"--socket-directory={daemon.run_directory}", "--background", *flags
+        )
         assert result.returncode == 0, result.stderr
         return result.stderr
 
@@ -187,7 +191,9 @@ def test_what_other_settings_drop_is_said_at_the_mount(
     assert kvfs("umount", str(daemon.path), "--keep-ram").returncode == 0
     assert mount("--ram=16MiB", one) == ""
     assert kvfs("umount", str(daemon.path), "--keep-ram").returncode == 0
-    what = "kvfs: 3 chunks, 24.0 KiB, that were in RAM since the daemon before this one could not be taken over and went: "
+    what = (
+        "kvfs: 3 chunks, 24.0 KiB, that were in RAM since the daemon before this one could not be taken over and went: "
+    )
     assert mount("--ram=16MiB", two) == (
         f"{what}it belongs to {tmp_path}/one, and only a mount with the volumes of before takes it over\n"
     )

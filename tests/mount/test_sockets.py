@@ -35,7 +35,7 @@ def test_one_daemon_for_one_mount_point(tmp_path: Path) -> None:
         with socket_directory("/mnt/b", str(tmp_path), is_shared=False):
             pass
         again = socket_directory("/mnt/a", str(tmp_path), is_shared=False)
-        with pytest.raises(UsageError, match="another kvfs daemon serves /mnt/a"), again:
+        with pytest.raises(UsageError, match="cannot mount on /mnt/a: another kvfs daemon serves it"), again:
             pass
     with socket_directory("/mnt/a", str(tmp_path), is_shared=False):
         pass
