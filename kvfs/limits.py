@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import trio
@@ -50,6 +51,16 @@ def _has_room(table: ChunkTable, length: int) -> bool:
     return table.quota_bytes is None or table.stored_bytes + table.reserved_bytes + length <= table.quota_bytes
 
 
+class Went(NamedTuple):
+    """What a namespace lost to its limits. Attributes: num_chunks, size_bytes."""
+
+    num_chunks: int
+    size_bytes: int
+
+    def __sub__(self, before: Went) -> Went:
+        return Went(self.num_chunks - before.num_chunks, self.size_bytes - before.size_bytes)
+
+
 class Limits:
     """The limits of one store. `run` must be running for anything to end in time."""
 
@@ -58,6 +69,7 @@ class Limits:
         self._system = system
         self._wake = trio.Event()
         self._full_until: WeakKeyDictionary[ChunkTable, float] = WeakKeyDictionary()  # of trio's clock
+        self._went: WeakKeyDictionary[ChunkTable, Went] = WeakKeyDictionary()
         self._due: set[ChunkTable] = set()  # over their quota, and something of theirs may go now
         residency.on_last_lease = self._may_let_go
 
@@ -141,6 +153,14 @@ class Limits:
         for directory, count in by_namespace.items():
             self._residency.events.append("unpin", namespace=directory, chunks=count)
 
+    def went(self, table: ChunkTable) -> Went:
+        """What a namespace has lost to its quota and its age since the store was opened."""
+        return self._went.get(table, Went(0, 0))
+
+    def _goes(self, chunk: Chunk) -> None:
+        before = self.went(chunk.table)
+        self._went[chunk.table] = Went(before.num_chunks + 1, before.size_bytes + chunk.length)
+
     # quotas
 
     async def set_quota(self, table: ChunkTable, quota_bytes: int | None) -> None:
@@ -223,6 +243,7 @@ class Limits:
             victims.append(victim)
         for victim in victims:
             self._residency.counters.evictions_quota += 1
+            self._goes(victim)
             self._residency.discard(victim, "evict", "quota")
 
     def _in_order(self, table: ChunkTable) -> Iterator[Chunk]:
@@ -285,6 +306,7 @@ class Limits:
             for chunk in some:
                 if not chunk.is_removed and self._is_expired(chunk, before_ns) and chunk.key not in needed:
                     self._residency.counters.expired += 1
+                    self._goes(chunk)
                     self._residency.discard(chunk, "expire")
                 elif not chunk.is_removed:
                     needed.add(chunk.parent)
@@ -300,12 +322,17 @@ class Limits:
             raise UsageError(f"the namespace {table.directory} was removed")
 
     async def _changed(self, table: ChunkTable) -> None:
-        self._residency.events.append(
-            "limits", namespace=table.directory, quota_bytes=table.quota_bytes, max_age_ns=table.max_age_ns
-        )
+        before = self.went(table)
         for stripe in self._residency.nvme or ():
             stripe.limit(table)
-        await self._sweep(table)
+        try:
+            await self._sweep(table)
+        finally:
+            went = self.went(table) - before
+            self._residency.events.append(
+                "limits", namespace=table.directory, quota_bytes=table.quota_bytes, max_age_ns=table.max_age_ns,
+                evicted_chunks=went.num_chunks, evicted_bytes=went.size_bytes,
+            )  # fmt: skip
         await self._residency.settle()
 
     async def _sweep(self, table: ChunkTable) -> None:

@@ -5,7 +5,8 @@ the one it is on; and pin and pinned_until while it is pinned.
 Of a directory of the prefix view, and of a namespace's: pin and pinned_until, if everything in it is pinned. What is
 pinned there is what it holds at that time, with all directories below.
 
-Of a namespace's directory besides: quota ("20GiB") and max_age ("3d"), "none" without a limit, and stored_bytes; of files
+Of a namespace's directory besides: quota ("20GiB") and max_age ("3d"), "none" without a limit, stored_bytes, and what went
+because of the two since the daemon began, evicted_chunks and evicted_bytes; of files
 that are being copied in, which nobody lists, staging_files and staging_bytes.
 
 Of both kinds of node below a namespace also what was said of them, see `hint_xattrs`: class, expect, closed.
@@ -23,6 +24,7 @@ from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.config import exact_size, parse_size
 from kvfs.durations import NS, exact_duration, parse_duration, rfc3339
 from kvfs.errors import UsageError
+from kvfs.limits import Went
 from kvfs.mount.errnos import Refused
 from kvfs.mount.hint_xattrs import OF_HINTS, hint_value, hintable, hinted_names, is_said, meant, parse_hint
 from kvfs.mount.nodes import Fixed, Node, Role
@@ -66,7 +68,11 @@ _OF_STAGING: dict[str, Callable[[set[StagedFile]], str]] = {
     "staging_files": lambda files: str(len(files)),
     "staging_bytes": lambda files: str(sum(file.staged.capacity for file in files)),
 }
-_READ_ONLY = frozenset({*_OF_CHUNKS, *_OF_STAGING, "volume", "pinned_until", "stored_bytes"})
+_OF_LIMITS: dict[str, Callable[[Went], str]] = {
+    "evicted_chunks": lambda went: str(went.num_chunks),
+    "evicted_bytes": lambda went: str(went.size_bytes),
+}
+_READ_ONLY = frozenset({*_OF_CHUNKS, *_OF_STAGING, *_OF_LIMITS, "volume", "pinned_until", "stored_bytes"})
 
 
 class Xattrs:
@@ -130,6 +136,8 @@ class Xattrs:
         if table is not None:
             if name in _OF_STAGING:
                 return _OF_STAGING[name](self._names.of_table(table))
+            if name in _OF_LIMITS:
+                return _OF_LIMITS[name](self._store.limits.went(table))
             return _OF_NAMESPACES[name](table) if name in _OF_NAMESPACES else None
         if not isinstance(node, Chunk) or node.is_removed:
             return None

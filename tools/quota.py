@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -15,7 +16,7 @@ from kvfs.errors import UsageError
 from kvfs.tools import listing, mounted
 from kvfs.tools.mounted import Beat
 from kvfs.tools.progress import STEP_DEADLINE_S
-from kvfs.tools.words import format_share
+from kvfs.tools.words import format_count, format_share
 
 EXAMPLES = """
 kvfs quota /mnt/kvfs
@@ -41,12 +42,28 @@ _HEADINGS = ("namespace", "stored", "quota", "full", "max age")
 
 @dataclass(frozen=True)
 class Limits:
-    """A namespace: bytes of its chunks, and most that it may have; seconds after which what lies unused goes."""
+    """A namespace: bytes of its chunks, and most that it may have; seconds after which what lies unused goes.
+
+    evicted_chunks, evicted_bytes: what went at once since one of the two was set by this command.
+    """
 
     namespace: str
     stored_bytes: int
     quota_bytes: int | None
     max_age_s: float | None
+    evicted_chunks: int = 0
+    evicted_bytes: int = 0
+
+    @property
+    def consequence(self) -> str:
+        """What the new limits came to, for people."""
+        if not self.evicted_chunks:
+            went = f"nothing of {self.namespace} had to go"
+        else:
+            count, size = format_count(self.evicted_chunks, "chunk"), format_size(self.evicted_bytes)
+            went = f"{count}, {size}, of {self.namespace} went for it"
+        over = self.stored_bytes - self.quota_bytes if self.quota_bytes is not None else 0
+        return f"{went}; {format_size(over)} too much are pinned or in use, and go when they may" if over > 0 else went
 
     @property
     def row(self) -> tuple[str, ...]:
@@ -75,7 +92,8 @@ def quota(
 ) -> None:
     """Show or set how much namespaces may hold, and for how long.
 
-    What is pinned or in use stays in any case. Other namespaces lose nothing to a quota.
+    What is too much, or too old, goes at once, and how much that was is said. What is pinned or in use stays in any case. Other
+    namespaces lose nothing to a quota.
     """
     if namespace is None and max_age is not None:
         raise UsageError("say whose --max-age: kvfs quota MOUNTPOINT NAMESPACE --max-age AGE")
@@ -98,6 +116,8 @@ def quota(
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         line = "  ".join(cells).rstrip()
         typer.echo(line if number else typer.style(line, dim=True))
+    if size is not None or max_age is not None:
+        typer.echo(f"kvfs: {found[0].consequence}")
 
 
 def _check_size(text: str) -> None:
@@ -114,17 +134,30 @@ def _set_and_look(path: str, namespace: str | None, wanted: dict[str, str | None
     found = []
     for name in names:
         directory = os.path.join(path, name)
-        for attribute, value in wanted.items():
-            if value is not None:
-                _set(path, directory, attribute, value)
-                beat()
         try:
-            found.append(_look(directory, name))
+            before = _evicted(directory)
+            for attribute, value in wanted.items():
+                if value is not None:
+                    _set(path, directory, attribute, value)
+                    beat()
+            chunks, size = (now - then for now, then in zip(_evicted(directory), before, strict=True))
+            found.append(replace(_look(directory, name), evicted_chunks=chunks, evicted_bytes=size))
         except FileNotFoundError:  # it was removed
             if namespace is not None:
                 raise UsageError(f"the namespace {name} is gone") from None
         beat()
     return found
+
+
+def _evicted(directory: str) -> tuple[int, int]:
+    """Chunks, and bytes, that a namespace has lost to its limits so far; a daemon of an earlier version does not say."""
+    try:
+        chunks, size = (int(os.getxattr(directory, f"user.kvfs.evicted_{what}")) for what in ("chunks", "bytes"))
+    except OSError as error:
+        if error.errno != errno.ENODATA:
+            raise
+        return 0, 0
+    return chunks, size
 
 
 def _set(path: str, directory: str, attribute: str, value: str) -> None:

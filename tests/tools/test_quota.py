@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import msgspec
@@ -49,11 +50,24 @@ def test_limits_are_set_and_shown(mount: Mount) -> None:
     [now] = mount.json("quota", "tiny", "64KiB", "--max-age", "3d")
     assert now == {
         "namespace": NAMESPACE.directory, "stored_bytes": 32768, "quota_bytes": 65536, "max_age_s": 259200.0,
+        "evicted_chunks": 0, "evicted_bytes": 0,
     }  # fmt: skip
     result = kvfs("quota", mount.path, "tiny")
     assert result.stdout.splitlines()[1].split()[1:] == ["32.0", "KiB", "64.0", "KiB", "50", "%", "3d"]
     mount_age = mount.json("quota", "tiny", "--max-age=90s")[0]
     assert (mount_age["quota_bytes"], mount_age["max_age_s"]) == (65536, 90.0)
+    result = kvfs("quota", mount.path, "tiny", "20KiB")
+    assert result.stdout.splitlines()[-1] == f"kvfs: 2 chunks, 16.0 KiB, of {NAMESPACE.directory} went for it"
+    assert os.getxattr(mount.path / NAMESPACE.directory, "user.kvfs.evicted_chunks") == b"2"
+    os.setxattr(mount.path / NAMESPACE.directory, "user.kvfs.pin", b"forever")
+    [over] = mount.json("quota", "tiny", "8KiB")
+    assert (over["evicted_chunks"], over["evicted_bytes"], over["stored_bytes"]) == (0, 0, 16384)
+    result = kvfs("quota", mount.path, "tiny", "8KiB")
+    assert "8.0 KiB too much are pinned or in use" in result.stdout.splitlines()[-1]
+    os.setxattr(mount.path / NAMESPACE.directory, "user.kvfs.pin", b"no")
+    events = [json.loads(line) for line in (mount.path / ".kvfs" / "events").read_text().splitlines()]
+    limits = [event for event in events if event["event"] == "limits"]
+    assert {(event["evicted_chunks"], event["evicted_bytes"]) for event in limits} == {(0, 0), (2, 16384)}
     cleared = mount.json("quota", "tiny", "none", "--max-age=none")[0]
     assert (cleared["quota_bytes"], cleared["max_age_s"]) == (None, None)
     result = kvfs("quota", mount.path, "nobody")
