@@ -1,6 +1,7 @@
 """`kvfs record`: the requests of a live mount as a trace that `kvfs simulate` replays.
 
-Keys are replaced by hashes with a secret that is made for the recording and forgotten with it: what is equal stays equal,
+Each line bears its namespace, with the tokens of its chunks and the bytes of a token, so that namespaces of several models
+can be replayed in one cache. Names and keys are replaced by hashes with a secret that is made for the recording and forgotten with it: what is equal stays equal,
 and nothing leads back to keys, let alone to tokens. Engines never wait: the daemon keeps a little for whoever listens, and
 counts what is lost.
 """
@@ -14,18 +15,20 @@ import secrets
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Protocol
 
 import msgspec
 import typer
 
+from kvfs import namespace as namespaces
+from kvfs.chunk import geometry
 from kvfs.config import format_size, parse_size
 from kvfs.connection import Connection
 from kvfs.durations import parse_duration
-from kvfs.errors import UnavailableError, UsageError
+from kvfs.errors import KvfsError, UnavailableError, UsageError
 from kvfs.keys import split
 from kvfs.messages import Heard
 from kvfs.tools import asking, listing, mounted
@@ -61,27 +64,24 @@ class _Written(Protocol):
 class Recording:
     """What has been written so far, to an open file.
 
-    Attributes: num_requests, num_asked, num_found (chunks), num_lost (requests), num_bytes (before they are compressed); left_out: requests of namespaces whose chunks
-        have another size, by name.
+    Attributes: num_requests, num_asked, num_found (chunks), num_lost (requests), num_bytes (before they are compressed).
+
+    `bytes_per_token` says what a token of a namespace takes, None if nobody knows any more.
     """
 
-    def __init__(self, file: _Written) -> None:
+    def __init__(self, file: _Written, bytes_per_token: Callable[[str], int | None]) -> None:
         self._file = file
+        self._bytes_per_token = bytes_per_token
+        self._namespaces: dict[str, dict[str, object]] = {}
         self._whole = (0, 0, 0)
         self._secret = secrets.token_bytes(32)
         self._started_ns = 0
-        self._tokens_per_chunk = 0
         self._num_flushed = 0
         self.num_requests = self.num_asked = self.num_found = self.num_lost = self.num_bytes = 0
-        self.left_out: Counter[str] = Counter()
 
     def add(self, heard: Heard) -> None:
         """Write one request."""
         if not heard.keys:
-            return
-        self._tokens_per_chunk = self._tokens_per_chunk or heard.tokens_per_chunk
-        if heard.tokens_per_chunk != self._tokens_per_chunk:
-            self.left_out[heard.directory] += 1
             return
         self._started_ns = self._started_ns or heard.time_ns
         ids = [self._id(heard.directory, key) for key in split(heard.keys)]
@@ -92,6 +92,7 @@ class Recording:
             "hash_ids": ids,
             "block_size": heard.tokens_per_chunk,
             "found_blocks": heard.num_found,
+            **self._namespace(heard.directory),
         }
         encoded = msgspec.json.encode(line) + b"\n"
         self._file.write(encoded)
@@ -113,6 +114,16 @@ class Recording:
                 raise
             self._num_flushed = self.num_bytes
             self._whole = (self.num_requests, self.num_asked, self.num_found)
+
+    def _namespace(self, directory: str) -> dict[str, object]:
+        """What a line says of a namespace."""
+        known = self._namespaces.get(directory)
+        if known is None:
+            name = hashlib.blake2b(directory.encode(), key=self._secret, digest_size=8).hexdigest()
+            size = self._bytes_per_token(directory)
+            known = {"namespace": name, **({"bytes_per_token": size} if size is not None else {})}
+            self._namespaces[directory] = known
+        return known
 
     def _id(self, directory: str, key: bytes) -> int:
         digest = hashlib.blake2b(key + directory.encode(), key=self._secret, digest_size=8).digest()
@@ -140,8 +151,8 @@ def record(
 ) -> None:
     """Write down what engines ask for, for `kvfs simulate`: when, and which chunks, under names that lead back to nothing.
 
-    A request is the prefix that an engine looks up, full chunks only; of tensor-parallel engines that of the first rank. There
-    are no tokens in the file, and no keys. Ctrl-C ends it, and the file is whole. Engines do not wait for it.
+    A request is the prefix that an engine looks up, full chunks only; of tensor-parallel engines that of the first rank, with
+    the bytes of all. There are no tokens in the file, no keys, and no names. Ctrl-C ends it, and the file is whole. Engines do not wait for it.
     """
     path = mounted.find(mountpoint)
     wait_s = parse_duration(for_time, "--for") if for_time is not None else None
@@ -158,7 +169,7 @@ def record(
         _ends_with_a_signal() as has_ended,
         _opened(file, force) as (out, written),
     ):
-        recording = Recording(out)
+        recording = Recording(out, partial(_bytes_per_token, path))
         shown_s = 0.0
         why, has_failed = "interrupted", False
         try:
@@ -203,6 +214,17 @@ def _take(connection: Connection, recording: Recording, wanted: str | None) -> N
     recording.flush()
 
 
+def _bytes_per_token(path: str, directory: str) -> int | None:
+    """What a token takes in all ranks of a namespace together, by its namespace.json; None if that is gone."""
+    file = Path(path, directory, "namespace.json")
+    try:
+        namespace = namespaces.decode(mounted.ask(path, lambda _: file.read_bytes()))
+        tokens = namespace.identity.tokens_per_chunk
+        return -(-geometry(namespace, tokens).payload_bytes * namespace.num_ranks // tokens)
+    except (KvfsError, OSError):
+        return None
+
+
 def _is_first_rank(directory: str) -> bool:
     return "-r0of" in directory
 
@@ -220,10 +242,6 @@ def _tell(recording: Recording, file: str, started_s: float, why: str) -> None:
         lines.append(f"kvfs: it ended because {why}")
     if recording.num_lost:
         lines.append(f"kvfs: {format_count(recording.num_lost, 'request')} came too fast and are not in it")
-    lines += [
-        f"kvfs: {format_count(number, 'request')} of {name} are not in it: its chunks have another size; record it with --namespace"
-        for name, number in recording.left_out.items()
-    ]
     for line in lines:
         typer.echo(printable(line), err=True)
     if not recording.num_requests:

@@ -17,6 +17,7 @@ import pytest
 
 from kvfs.chunk import geometry
 from kvfs.client import Client, new_chunk
+from kvfs.config import format_size
 from kvfs.keys import KeyChain, root
 from kvfs.messages import MAX_BATCH, Heard
 from kvfs.mount.listening import Ear
@@ -117,9 +118,7 @@ def test_a_simulation_of_a_recording_finds_what_the_daemon_found(name: str, cach
     assert cache.json("status")["counters"]["matched_chunks"] == found
     wait_until(lambda: cache.json("status")["counters"]["loads_ram"] == found, "the last load is counted")
     chunk_bytes = geometry(namespace_of(0, 16, 256), 16).file_bytes
-    simulated = kvfs(
-        "simulate", file, f"--ram={NUM_RAM * chunk_bytes >> 10}KiB", "--policy=lru", "--json", "--bytes-per-token=256"
-    )
+    simulated = kvfs("simulate", file, f"--ram={NUM_RAM * chunk_bytes >> 10}KiB", "--policy=lru", "--json")
     assert simulated.returncode == 0, simulated.stderr
     [result] = json.loads(simulated.stdout)
     assert (result["requests"], result["references"]) == (300, asked)
@@ -169,13 +168,13 @@ def test_a_simulation_of_two_tiers_finds_what_the_daemon_found(rule: str, mount:
     assert bool(counters["not_admitted_unused"]) == (rule == "second-use")
     chunk_bytes = geometry(namespace_of(0, 16, 256), 16).file_bytes
     assert chunk_bytes == CHUNK_BYTES
-    flags = [f"--admission={rule}", "--policy=lru", "--bytes-per-token=256", "--json"]
+    flags = [f"--admission={rule}", "--policy=lru", "--json"]
     simulated = kvfs("simulate", file, sizes[0], f"--nvme={NUM_NVME * CHUNK_BYTES >> 10}KiB", *flags)
     assert simulated.returncode == 0, simulated.stderr
     [result] = json.loads(simulated.stdout)
     assert result["hit_rate"] == pytest.approx(found / asked, abs=1e-12)
     assert (result["not_admitted_unused"] or 0) == counters["not_admitted_unused"]
-    assert result["written_chunks"] == counters["written_bytes"] // CHUNK_BYTES
+    assert result["written_bytes"] == counters["written_bytes"]
     assert result["ram_token_hit_rate"] == pytest.approx(counters["loads_ram"] / asked, abs=1e-12)
 
 
@@ -239,13 +238,15 @@ def test_it_ends_by_size_and_time_and_with_the_daemon(cache: Mount, tmp_path: Pa
 
 @needs_fuse
 @pytest.mark.heavy
-def test_namespaces_with_other_chunks_and_ranks_are_left_out_and_named(cache: Mount, tmp_path: Path) -> None:
+def test_each_namespace_is_recorded_with_its_sizes(cache: Mount, tmp_path: Path) -> None:
+    """Tokens a chunk, bytes a token, a name that leads to nothing; of several ranks the first. `kvfs simulate` uses them."""
     identity = msgspec.structs.replace(NAMESPACE.identity, tokens_per_chunk=32)
     run = msgspec.structs.replace(
         NAMESPACE.layers[0],
         tensors=tuple(msgspec.structs.replace(each, shape=(32, 8)) for each in NAMESPACE.layers[0].tensors),
     )
     wide = Namespace(identity, (run,))
+    wide_bytes = geometry(wide, 32).file_bytes
     second = msgspec.structs.replace(NAMESPACE, rank=1, num_ranks=2)
     files = [tmp_path / name for name in ("all.jsonl", "wide.jsonl")]
     with Client(cache.path, wide, deadline_s=DEADLINE_S) as client:
@@ -258,9 +259,21 @@ def test_namespaces_with_other_chunks_and_ranks_are_left_out_and_named(cache: Mo
             )
             client.match(chain.chains).release()
             client.match(chain.chains, is_again=True).release()  # answered once the first was passed on
-    said = [recorder.end() for recorder in recorders]
-    assert [[line["block_size"] for line in lines_of(file)] for file in files] == [[16], [32]]
-    assert f"1 request of {wide.directory} are not in it: its chunks have another size" in said[0]
+    for recorder in recorders:
+        recorder.end()
+    every, alone = (lines_of(file) for file in files)
+    assert [(line["block_size"], line["bytes_per_token"]) for line in every] == [(16, 128), (32, 128)]
+    assert [(line["block_size"], line["bytes_per_token"]) for line in alone] == [(32, 128)]
+    names = {line["namespace"] for line in [*every, *alone]}
+    assert len(names) == 3, "two recordings have no name in common"
+    text = files[0].read_text()
+    assert not [part for part in ("tiny", NAMESPACE.directory, wide.directory) if part in text]
+    simulated = kvfs("simulate", files[0], "--ram=1MiB", "--policy=lru,opt")
+    assert simulated.returncode == 0, simulated.stderr
+    assert "of 16 or 32 tokens, " in simulated.stdout
+    assert "opt is left out: it is known for chunks of one size only" in simulated.stderr
+    simulated = kvfs("simulate", files[1], f"--ram={wide_bytes >> 10}KiB", "--policy=lru,opt")
+    assert f"of 32 tokens, {format_size(wide_bytes)} each" in simulated.stdout
 
 
 def test_an_ear_keeps_a_bounded_number_and_counts_the_rest() -> None:

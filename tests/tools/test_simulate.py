@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 
+from kvfs.chunk import geometry
 from kvfs.errors import UsageError
-from kvfs.policies.named import BLIND_TO_USES, NAMES
-from kvfs.tools.simulate import optimum
+from kvfs.policies.named import BLIND_TO_USES, NAMES, maker
+from kvfs.tools.simulate import optimum, options
+from kvfs.tools.simulate.cache import Cache
+from kvfs.tools.simulate.replay import Replay
 from kvfs.tools.simulate.report import Machine, result
 from kvfs.tools.simulate.sizes import bytes_per_token, tier_bytes
+from kvfs.tools.simulate.stand_ins import namespace_of
 from kvfs.tools.simulate.tally import Tally
 from kvfs.tools.simulate.traces import Reading, Trace, read
 
@@ -90,6 +94,47 @@ def test_two_files_share_a_cache_but_no_prefix(tmp_path: Path) -> None:
     assert sum(play(trace, "lru", 10).ram) == 0
 
 
+def line(namespace: str, at_ms: int, ids: list[int], block: int, size: int | None) -> str:
+    said = {} if size is None else {"bytes_per_token": size}
+    request = {"timestamp": at_ms, "input_length": block * len(ids), "hash_ids": ids, "block_size": block}
+    return json.dumps({**request, "namespace": namespace, **said})
+
+
+def test_namespaces_of_a_recording_have_chunks_of_their_own(tmp_path: Path) -> None:
+    """Tokens and bytes of each as it says; equal ids of two namespaces are different chunks; what is asked for wins."""
+    path = tmp_path / "trace"
+    lines = [
+        line("a", 0, [1, 2], 16, 1000),
+        line("b", 1, [1, 2, 3], 256, 5000),
+        line("a", 2, [1, 2], 16, 1000),
+        line("c", 3, [1], 16, None),
+    ]
+    path.write_text("\n".join(lines))
+    trace = read([path], Reading())
+    assert [trace.blocks(source, 7) for source in range(3)] == [(16, 1000), (256, 5000), (16, 7)]
+    assert trace.sources == [0, 0, 1, 1, 1, 2]
+    assert not trace.is_uniform
+    assert [list(request.chunks) for request in trace.requests] == [[0, 1], [2, 3, 4], [0, 1], [5]]
+    tally = Tally()
+    cache = Cache(trace, maker("lru"), 7, 1 << 26, 1 << 26, tally)
+    replay = Replay(cache)
+    for request in trace.requests:
+        replay.request(request)
+    sizes = [
+        geometry(namespace_of(0, *trace.blocks(source, 7)), trace.blocks(source, 7)[0]).file_bytes
+        for source in trace.sources
+    ]
+    assert tally.written_bytes == sum(sizes)
+    machine = Machine(ram_bytes_s=1.0, nvme_bytes_s=1.0, prefill_tokens_s=1.0, bytes_per_token=7)
+    found = result("lru", trace, tally, machine, 1.0, has_nvme=True, is_optimum=False)
+    assert found.loaded_ram_bytes == 32 * 1000
+    assert found.token_hit_rate == 32 / (32 + 768 + 32 + 16)
+    assert read([path], Reading(bytes_per_token=9)).blocks(1, 7) == (256, 9)
+    with pytest.raises(UsageError, match="chunks of one size only"):
+        options.for_trace({"opt": None}, trace)
+    assert list(options.for_trace({"opt": None, "lru": maker("lru")}, trace)) == ["lru"]
+
+
 ONE = b'{"timestamp": 0, "input_length": 512, "hash_ids": [1]}\n'
 
 
@@ -119,6 +164,8 @@ ONE = b'{"timestamp": 0, "input_length": 512, "hash_ids": [1]}\n'
         (gzip.compress(ONE + b" " * (40 << 20)), "line 2 of .* is longer than 32 MiB"),
         (b'{"block_size": 1e9, "requests": []}\n', "blocks of 1000000000 tokens"),
         (b'{"block_size": 64, "requests": ' + b'[{"t": 0, "requests": ' * 40 + b"[]" + b"}]" * 40 + b"}", "line 1 of .* more than 32 deep"),
+        (ONE[:-2] + b', "namespace": 5}', "line 1 of .* a namespace that cannot be"),
+        (ONE[:-2] + b', "bytes_per_token": "many"}', "line 1 of .* no bytes_per_token, or one that cannot be"),
         (b'{"block_size": 64, "requests": [5]}', "line 1 of .* a request that is no JSON object"),
     ],
 )  # fmt: skip
@@ -236,12 +283,13 @@ def test_what_a_replay_comes_to() -> None:
     trace = trace_of([["a", "b", "c"], ["a", "b", "c"], ["x"]], step_s=43_200.0)
     tally = play(trace, "lru", 10, 10)
     machine = Machine(ram_bytes_s=1600.0, nvme_bytes_s=160.0, prefill_tokens_s=16.0, bytes_per_token=10)
+    file_bytes = geometry(namespace_of(0, 16, 10), 16).file_bytes
     found = result("lru", trace, tally, machine, 2.0, has_nvme=True, is_optimum=False)
     assert (found.requests, found.references, found.is_partial) == (3, 7, False)
     assert found.hit_rate == found.token_hit_rate == found.ram_token_hit_rate == 3 / 7
     assert (found.loaded_ram_bytes, found.loaded_nvme_bytes) == (480, 0)
-    assert (found.stored_chunks, found.written_chunks, found.written_bytes) == (4, 4, 640)
-    assert found.written_bytes_a_day == 640
+    assert (found.stored_chunks, found.written_chunks, found.written_bytes) == (4, 4, 4 * file_bytes)
+    assert found.written_bytes_a_day == 4 * file_bytes
     assert found.ttft_s["mean"] == pytest.approx((3 + 0.3 + 1) / 3)
     assert found.input_tokens_s == pytest.approx(7 * 16 / 4.3)
     cold = Tally(ram=type(tally.ram)("I", [0, 1, 0]), nvme=type(tally.ram)("I", [0, 2, 0]))

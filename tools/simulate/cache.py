@@ -72,7 +72,7 @@ class Cache:
         self._num_below = array("I", bytes(4 * trace.num_chunks))  # that are stored
         catalog = Catalog()
         self._tables = [
-            catalog.table(namespace_of(source, trace.tokens_per_chunk, bytes_per_token), 0)
+            catalog.table(namespace_of(source, *trace.blocks(source, bytes_per_token)), 0)
             for source in range(max(trace.sources) + 1)
         ]
 
@@ -131,7 +131,8 @@ class Cache:
             table = self._tables[trace.sources[number]]
             parent = _NOBODY if above is None else above.key
             position = trace.positions[number]
-            chunk = Chunk.new(table, self._keys[number], parent, position, trace.tokens_per_chunk, 0, number)
+            tokens = table.namespace.identity.tokens_per_chunk
+            chunk = Chunk.new(table, self._keys[number], parent, position, tokens, 0, number)
             chunk.is_removed = True
             self._chunks[number] = chunk
         return chunk
@@ -230,6 +231,7 @@ class Cache:
                 for victim in victims:
                     self.evict(victim)
             self.tally.num_written += 1
+            self.tally.written_bytes += chunk.length
             nvme.place(chunk, offset)
 
     # going

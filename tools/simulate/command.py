@@ -56,8 +56,8 @@ kvfs simulate week.jsonl.gz --ram 64GiB --policy lru,learned,opt --plot pictures
 Pictures too: hit rate over time, by request, by room; reuse, lengths, distances. What `kvfs record` wrote will do as a trace.
 
 A trace has one JSON object a line, gzipped or not: Mooncake's {"timestamp": ms, "input_length": tokens, "hash_ids": [block, ...]}, or
-sessions {"block_size": tokens, "requests": [{"t": s, "in": tokens, "hash_ids": [...]}, ...]}. Several files share one cache, and
-no prefix; - is the standard input. Each block counts as a whole one.
+sessions {"block_size": tokens, "requests": [{"t": s, "in": tokens, "hash_ids": [...]}, ...]}. Lines of the first kind may also have
+"block_size", and "namespace" with its "bytes_per_token", as those of `kvfs record` do. Several files share one cache, and no prefix; - is the standard input. Each block counts as a whole one.
 """
 
 Flag = typer.Option
@@ -82,7 +82,7 @@ def simulate(
         Flag(
             "--bytes-per-token",
             metavar="N",
-            show_default=f"{DEFAULT_BYTES_PER_TOKEN}, an 8B model",
+            show_default=f"what a recording says, else {DEFAULT_BYTES_PER_TOKEN}, an 8B model",
             help="Bytes of a token's KV.",
         ),
     ] = None,
@@ -147,13 +147,13 @@ def simulate(
     rule, budget_bytes = options.admission(admission, write_budget, nvme)
     pace = options.pace(queue_time, load_chunks, nvme)
     given = hinting.parse(hints) if hints is not None else frozenset()
-    per_token = bytes_a_token or (bytes_per_token(Path(model)) if model is not None else DEFAULT_BYTES_PER_TOKEN)
+    asked_for = bytes_a_token or (bytes_per_token(Path(model)) if model is not None else None)
     bandwidths = (
         options.bandwidth("--ram-bandwidth", ram_bandwidth),
         options.bandwidth("--nvme-bandwidth", nvme_bandwidth),
     )
-    machine = Machine(*bandwidths, prefill_rate, per_token)
-    reading = Reading(tokens_per_chunk, parse_duration(session_gap, "--session-gap"), seed)
+    machine = Machine(*bandwidths, prefill_rate, asked_for or DEFAULT_BYTES_PER_TOKEN)
+    reading = Reading(tokens_per_chunk, parse_duration(session_gap, "--session-gap"), seed, asked_for)
     draw = _drawing(Path(plot)) if plot is not None else None
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -164,7 +164,7 @@ def simulate(
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             trace = _read([Path(name) for name in traces], reading, bar)
             setting = options.setting(trace, machine, ram, nvme, rule, budget_bytes, pace, given)
-            comparison = Comparison(setting, makers, _watching(bar, len(trace.requests)))
+            comparison = Comparison(setting, options.for_trace(makers, trace), _watching(bar, len(trace.requests)))
             comparison.run()
             if draw is not None:
                 comparison.draw_curves()
@@ -179,6 +179,11 @@ def simulate(
         what = "both tiers" if comparison.setting.nvme_bytes else "RAM"
         for path in draw(comparison.setting.trace, comparison.tallies, comparison.curves, comparison.capacity, what):
             typer.echo(str(path), err=True)
+    if trace is not None and not trace.is_uniform and comparison is not None and OPTIMUM in makers:
+        typer.echo(
+            f"{OPTIMUM} is left out: it is known for chunks of one size only, and the namespaces of this trace differ",
+            err=True,
+        )
     if trace is not None and trace.num_out_of_order and not as_json:
         typer.echo(
             f"{format_count(trace.num_out_of_order, 'line')} came earlier than the one before; all were played in order of time",

@@ -18,6 +18,8 @@ _MAX_IDS = 1 << 20  # of a request: a prompt of 16 million tokens, in small bloc
 _MAX_DEPTH = 32  # requests within requests
 _MAX_TOKENS = 1e12
 _MAX_BLOCK = 1 << 16
+MAX_BYTES_PER_TOKEN = 1 << 28
+_MAX_NAME = 256
 _USUAL_BLOCKS = (512, 256, 128, 64, 32, 16)
 _LOOKED_AT = 200
 
@@ -30,12 +32,20 @@ class Line(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A request as a file has it: when, which blocks, how many tokens, of which session (or -1)."""
+    """A request as a file has it: when, which blocks, how many tokens, of which session (or -1), in which namespace."""
 
     at_s: float
     ids: list[int]
     tokens: int
     session: int
+    namespace: int = 0
+
+
+class Blocks(NamedTuple):
+    """What the blocks of a namespace are. Attributes: tokens: of one; bytes_per_token: None if it is not said."""
+
+    tokens: int
+    bytes_per_token: int | None = None
 
 
 def lines(file: IO[bytes], raw: IO[bytes], name: str, advance: Callable[[int], None]) -> Iterator[Line]:
@@ -61,38 +71,68 @@ def lines(file: IO[bytes], raw: IO[bytes], name: str, advance: Callable[[int], N
         yield Line(place, found)
 
 
-def mooncake(lines: Iterable[Line], name: str) -> tuple[list[Asked], int]:
-    """The requests of such a trace, in its order, and the tokens of its blocks. Raises UsageError."""
+def mooncake(lines: Iterable[Line], name: str) -> tuple[list[Asked], list[Blocks]]:
+    """The requests of such a trace, in its order, and the blocks of its namespaces. Raises UsageError.
+
+    A line may name its namespace, and say what its blocks are, as those of `kvfs record` do; without it is all one.
+    """
     asked: list[Asked] = []
     places: list[str] = []
-    said: set[int] = set()
+    numbers: dict[str, int] = {}
+    said: list[set[int]] = []
+    sizes: list[set[int]] = []
     for place, found in lines:
+        number = numbers.setdefault(_namespace(found, place), len(numbers))
+        if number == len(said):
+            said.append(set())
+            sizes.append(set())
         if "block_size" in found:
-            said.add(_block_size(found, place))
+            said[number].add(_block_size(found, place))
+        if "bytes_per_token" in found:
+            sizes[number].add(int(_number(found, "bytes_per_token", place, MAX_BYTES_PER_TOKEN + 1)) or 1)
         ids = _ids(found, place)
         at_s = _number(found, "timestamp", place) / 1000
         tokens = int(_number(found, "input_length", place, _MAX_TOKENS))
         if "output_length" in found:
             _number(found, "output_length", place, _MAX_TOKENS)
         if ids:
-            asked.append(Asked(at_s, ids, tokens, -1))
+            asked.append(Asked(at_s, ids, tokens, -1, number))
             places.append(place)
+    blocks = []
+    for number in numbers.values():
+        of_it = [one for one in asked if one.namespace == number] if len(numbers) > 1 else asked
+        tokens = _block_tokens(of_it, said[number], name)
+        blocks.append(Blocks(tokens, max(sizes[number], default=None)))
+    pairs = zip(asked, places, strict=True)
+    wrong = next(((one, place) for one, place in pairs if not _fits(one, blocks[one.namespace].tokens)), None)
+    if wrong is not None:
+        tokens = blocks[wrong[0].namespace].tokens
+        raise UsageError(f"{wrong[1]} has an input_length that does not fit its hash_ids, of {tokens} tokens each")
+    return asked, blocks
+
+
+def _namespace(found: dict[str, Any], place: str) -> str:
+    name = found.get("namespace", "")
+    if not isinstance(name, str) or len(name) > _MAX_NAME:
+        raise UsageError(f"{place} has a namespace that cannot be")
+    return name
+
+
+def _block_tokens(asked: list[Asked], said: set[int], name: str) -> int:
+    """What the blocks of a namespace have, as its lines say, or as fits them. Raises UsageError."""
     looked_at = asked[:_LOOKED_AT]
     block = next((block for block in said or _USUAL_BLOCKS if all(_fits(one, block) for one in looked_at)), None)
     if block is None:
         raise UsageError(f"the blocks of {name} have no usual size: input_length does not fit the number of hash_ids")
-    wrong = next((place for one, place in zip(asked, places, strict=True) if not _fits(one, block)), None)
-    if wrong is not None:
-        raise UsageError(f"{wrong} has an input_length that does not fit its hash_ids, of {block} tokens each")
-    return asked, block
+    return block
 
 
 def _fits(asked: Asked, block: int) -> bool:
     return -(-asked.tokens // block) == len(asked.ids)
 
 
-def sessions(lines: Iterable[Line], start_gap_s: float, seed: int) -> tuple[list[Asked], int]:
-    """The requests of such a trace, and the tokens of its blocks. Raises UsageError."""
+def sessions(lines: Iterable[Line], start_gap_s: float, seed: int) -> tuple[list[Asked], list[Blocks]]:
+    """The requests of such a trace, and its blocks. Raises UsageError."""
     clock = random.Random(seed)
     start_s = 0.0
     asked: list[Asked] = []
@@ -120,7 +160,7 @@ def sessions(lines: Iterable[Line], start_gap_s: float, seed: int) -> tuple[list
         block = size
         add(found.get("requests"), start_s, session, place, 1)
         start_s += clock.expovariate(1 / start_gap_s) if start_gap_s else 0.0
-    return asked, block
+    return asked, [Blocks(block)]
 
 
 def _block_size(found: dict[str, Any], place: str) -> int:

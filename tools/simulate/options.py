@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
 from typing import get_args
 
@@ -13,18 +14,19 @@ from kvfs.errors import UsageError
 from kvfs.policies import named
 from kvfs.tools.simulate.cache import MakePolicy
 from kvfs.tools.simulate.comparing import OPTIMUM, Setting
+from kvfs.tools.simulate.formats import MAX_BYTES_PER_TOKEN
 from kvfs.tools.simulate.report import Machine
 from kvfs.tools.simulate.sizes import tier_bytes
 from kvfs.tools.simulate.stand_ins import namespace_of
 from kvfs.tools.simulate.timed import Pace
 from kvfs.tools.simulate.traces import Trace
 
-_MAX_BYTES_PER_TOKEN = 1 << 28
+Makers = dict[str, MakePolicy | None]
 _MAX_TOKENS_PER_CHUNK = 1 << 16
 _MAX_QUEUE_TIME_S = 86_400.0
 
 
-def policies(text: str) -> dict[str, MakePolicy | None]:
+def policies(text: str) -> Makers:
     """The policies to compare, each once, and what makes them; None makes the optimum. Raises UsageError."""
     names = [*dict.fromkeys(name for part in text.split(",") if (name := part.strip()))]
     choices = f"{', '.join(named.NAMES)}, {OPTIMUM}, or package.module:Class"
@@ -40,8 +42,8 @@ def check_numbers(prefill_rate: float, bytes_a_token: int | None, tokens_per_chu
     """Raise UsageError for what is no rate or size."""
     if not 0 < prefill_rate < inf:
         raise UsageError("--prefill-rate is a number of tokens above 0")
-    if bytes_a_token is not None and not 0 < bytes_a_token <= _MAX_BYTES_PER_TOKEN:
-        raise UsageError(f"--bytes-per-token is between 1 and {_MAX_BYTES_PER_TOKEN:,}")
+    if bytes_a_token is not None and not 0 < bytes_a_token <= MAX_BYTES_PER_TOKEN:
+        raise UsageError(f"--bytes-per-token is between 1 and {MAX_BYTES_PER_TOKEN:,}")
     if tokens_per_chunk is not None and not 0 < tokens_per_chunk <= _MAX_TOKENS_PER_CHUNK:
         raise UsageError(f"--tokens-per-chunk is between 1 and {_MAX_TOKENS_PER_CHUNK:,}")
 
@@ -71,6 +73,16 @@ def pace(queue_time: str, load_chunks: int, nvme: str | None) -> Pace:
     return found
 
 
+def for_trace(makers: Makers, trace: Trace) -> Makers:
+    """Those that this trace can be asked for: the exact optimum is one of chunks of equal size. Raises UsageError if none is left."""
+    if trace.is_uniform or OPTIMUM not in makers:
+        return makers
+    left = {name: maker for name, maker in makers.items() if name != OPTIMUM}
+    if not left:
+        raise UsageError(f"{OPTIMUM} is known for chunks of one size only, and the namespaces of this trace differ")
+    return left
+
+
 def setting(
     trace: Trace,
     machine: Machine,
@@ -82,26 +94,32 @@ def setting(
     given: frozenset[str],
 ) -> Setting:
     """All of it, with the sizes of the tiers in bytes. Raises UsageError."""
-    namespace = namespace_of(0, trace.tokens_per_chunk, machine.bytes_per_token)
-    try:
-        chunk_bytes = geometry(namespace, trace.tokens_per_chunk).file_bytes
-    except UsageError as error:
-        what = f"{trace.tokens_per_chunk:,} tokens of {format_size(machine.bytes_per_token)}"
-        raise UsageError(f"a chunk of {what} cannot be: {error}; say --bytes-per-token") from error
+    of_each = [_chunk_bytes(*trace.blocks(source, machine.bytes_per_token)) for source in range(max(trace.sources) + 1)]
+    numbers = Counter(trace.sources)
+    chunk_bytes = sum(of_each[source] * number for source, number in numbers.items()) // trace.num_chunks
     sizes = {}
     for name, text in (("ram", ram), ("nvme", nvme)):
         try:
             sizes[name] = size = tier_bytes(text, trace.num_chunks, chunk_bytes) if text is not None else 0
         except UsageError as error:
             raise UsageError(f"--{name}: {error}") from error
-        if text is not None and not chunk_bytes <= size <= MAX_TIER_BYTES:
+        if text is not None and not max(of_each) <= size <= MAX_TIER_BYTES:
             raise UsageError(
-                f"--{name} is {format_size(size)}: it holds at least a chunk, {format_size(chunk_bytes)} here, and at most "
+                f"--{name} is {format_size(size)}: it holds at least a chunk, {format_size(max(of_each))} here, and at most "
                 f"{format_size(MAX_TIER_BYTES)}"
             )
     return Setting(
         trace, machine, sizes["ram"], sizes["nvme"], chunk_bytes, rule, budget_bytes, pace, given
     )  # fmt: skip
+
+
+def _chunk_bytes(tokens_per_chunk: int, bytes_per_token: int) -> int:
+    """Of a chunk file. Raises UsageError."""
+    try:
+        return geometry(namespace_of(0, tokens_per_chunk, bytes_per_token), tokens_per_chunk).file_bytes
+    except UsageError as error:
+        what = f"{tokens_per_chunk:,} tokens of {format_size(bytes_per_token)}"
+        raise UsageError(f"a chunk of {what} cannot be: {error}; say --bytes-per-token") from error
 
 
 def bandwidth(name: str, text: str) -> int:

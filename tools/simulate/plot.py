@@ -127,10 +127,11 @@ def _hit_shares(axes: Any, trace: Trace, tallies: Tallies) -> None:
 
 
 def _ends(axes: Any, trace: Trace, tallies: Tallies) -> None:
+    per_chunk = [trace.blocks(trace.sources[request.chunks[0]], 1)[0] for request in trace.requests]
     for policy, tally in tallies.items():
-        ends = sorted(hits * trace.tokens_per_chunk for hits in _found(tally))
+        ends = sorted(hits * each for hits, each in zip(_found(tally), per_chunk, strict=False))
         _cumulated(axes, ends, [*tallies], policy)
-    longest = sorted(len(request.chunks) * trace.tokens_per_chunk for request in trace.requests)
+    longest = sorted(len(request.chunks) * each for request, each in zip(trace.requests, per_chunk, strict=True))
     axes.plot(*_steps(longest), ":", color="#999999", label="end of the prompt")
     axes.set_xscale("symlog", linthresh=trace.tokens_per_chunk)
     axes.set_xlim(0, None)

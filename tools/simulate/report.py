@@ -21,7 +21,9 @@ _DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What times are predicted with: bytes a second of the tiers, tokens a second of prefill, and bytes of a token."""
+    """What times are predicted with: bytes a second of the tiers, tokens a second of prefill, and bytes of a token of a
+    namespace that does not say it.
+    """
 
     ram_bytes_s: float
     nvme_bytes_s: float
@@ -47,7 +49,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         requests, references: that were played, and chunks that they asked for.
         hit_rate: found chunks by asked ones; token_hit_rate: the same in tokens, ram_ and nvme_ the parts of it.
         stored_chunks, bypassed_chunks, written_chunks: into RAM; not worth it, or no room; onto NVMe.
-        loaded_ram_bytes, loaded_nvme_bytes, written_bytes, written_bytes_a_day: moved.
+        loaded_ram_bytes, loaded_nvme_bytes: KV that was moved; written_bytes, written_bytes_a_day: whole chunk files.
         not_admitted_unused, not_admitted_budget: how often a chunk was kept from NVMe, and why.
         always_admitted: what there would be without that, and what it costs in hits.
         prefetches_begun, _useful, _wasted, _dropped: chunks; useful were loaded, wasted left RAM before, dropped were not
@@ -102,22 +104,24 @@ def result(
     """Sum up; of the optimum nobody knows how many bytes it would move."""
     num_requests = len(tally.ram)
     played = trace.requests[:num_requests]
-    per_chunk = trace.tokens_per_chunk
-    ram_tokens = nvme_tokens = references = 0
+    ram_tokens = nvme_tokens = ram_bytes = nvme_bytes = references = 0
     times: list[float] = []
     for request, ram, nvme in zip(played, tally.ram, tally.nvme, strict=True):
+        per_chunk, bytes_per_token = trace.blocks(trace.sources[request.chunks[0]], machine.bytes_per_token)
         num_found = min((ram + nvme) * per_chunk, request.tokens)
         cold = min(nvme * per_chunk, num_found)
         ram_tokens += num_found - cold
         nvme_tokens += cold
+        ram_bytes += (num_found - cold) * bytes_per_token
+        nvme_bytes += cold * bytes_per_token
         references += len(request.chunks)
         times.append(
-            machine.bytes_per_token * ((num_found - cold) / machine.ram_bytes_s + cold / machine.nvme_bytes_s)
+            bytes_per_token * ((num_found - cold) / machine.ram_bytes_s + cold / machine.nvme_bytes_s)
             + (request.tokens - num_found) / machine.prefill_tokens_s
         )
     tokens = sum(request.tokens for request in played)
     seconds = played[-1].at_s - played[0].at_s if played else 0.0
-    written = tally.num_written * per_chunk * machine.bytes_per_token
+    written = tally.written_bytes
     found = Result(
         policy=policy,
         requests=num_requests,
@@ -129,8 +133,8 @@ def result(
         stored_chunks=None if is_optimum else tally.num_stored,
         bypassed_chunks=None if is_optimum else tally.num_bypassed,
         written_chunks=tally.num_written if has_nvme and not is_optimum else None,
-        loaded_ram_bytes=ram_tokens * machine.bytes_per_token,
-        loaded_nvme_bytes=nvme_tokens * machine.bytes_per_token,
+        loaded_ram_bytes=ram_bytes,
+        loaded_nvme_bytes=nvme_bytes,
         written_bytes=written if has_nvme and not is_optimum else None,
         written_bytes_a_day=written / seconds * _DAY_S if has_nvme and not is_optimum and seconds else None,
         ttft_s=_quantiles(times),

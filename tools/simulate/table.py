@@ -11,6 +11,7 @@ from rich.table import Table
 from kvfs.config import format_size
 from kvfs.tools.simulate.comparing import Setting
 from kvfs.tools.simulate.report import Result
+from kvfs.tools.simulate.traces import Trace
 from kvfs.tools.words import format_count, format_duration
 
 _MIN_WIDTH = 120
@@ -24,7 +25,7 @@ def show(setting: Setting, results: Sequence[Result]) -> None:
     parts = [
         f"{format_count(len(trace.requests), 'request')} in {format_duration(trace.seconds)}",
         f"{format_count(trace.num_references, 'chunk')} asked for, {trace.num_chunks:,} different",
-        f"of {trace.tokens_per_chunk} tokens, {format_size(chunk_bytes)} each",
+        f"of {_tokens(trace)} tokens, {format_size(chunk_bytes)} {'each' if trace.is_uniform else 'on average'}",
     ]
     typer.echo("; ".join(parts))
     tiers = [("RAM", setting.ram_bytes), *([("NVMe", setting.nvme_bytes)] if setting.nvme_bytes else [])]
@@ -38,6 +39,11 @@ def show(setting: Setting, results: Sequence[Result]) -> None:
         _print([{"policy": _name(found), **_admission(found)} for found in restricted])
     _prefetched(results, "while requests waited", "prefetches")
     _prefetched(results, "because a chain goes on with them", "read_aheads")
+
+
+def _tokens(trace: Trace) -> str:
+    found = sorted({tokens for tokens, _ in trace.namespaces}) or [trace.tokens_per_chunk]
+    return " or ".join(map(str, found))
 
 
 def _prefetched(results: Sequence[Result], why: str, prefix: str) -> None:

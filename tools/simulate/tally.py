@@ -14,7 +14,7 @@ class Tally:
 
     Attributes:
         ram, nvme: of what a request found, how much was in RAM when it ran, and how much on NVMe only.
-        num_written: to NVMe; num_promoted: from there into RAM, for a request that ran.
+        num_written, written_bytes: to NVMe; num_promoted: from there into RAM, for a request that ran.
         counters: those of the store, of prefetches, hints and what was not admitted.
     """
 
@@ -23,6 +23,7 @@ class Tally:
     num_stored: int = 0
     num_bypassed: int = 0
     num_written: int = 0
+    written_bytes: int = 0
     num_promoted: int = 0
     counters: Counters = field(default_factory=Counters)
 

@@ -5,8 +5,8 @@ Two formats are told apart by their first line; both may be gzipped, one JSON ob
 Mooncake  {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block, …]}
 sessions  {"block_size": tokens, "requests": [{"t": s, "in": tokens, "hash_ids": [block, …], "requests": […]}, …]}
 
-The tokens of a Mooncake block are found out, unless its lines have a "block_size" too, as those of `kvfs record` do. A
-session's times count from its own start, those of a request within another from that one's; ids are the session's
+The tokens of a Mooncake block are found out, unless its lines have a "block_size" too, as those of `kvfs record` do, which
+also have a "namespace" each and its "bytes_per_token". A session's times count from its own start, those of a request within another from that one's; ids are the session's
 own. Where a file has sessions but not when they began, they begin at random, `start_gap_s` apart on average.
 Lines may be out of order of time, as a log that several processes write is: they are played in order.
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from kvfs.errors import UsageError
-from kvfs.tools.simulate.formats import Asked, lines, mooncake, sessions
+from kvfs.tools.simulate.formats import Asked, Blocks, lines, mooncake, sessions
 
 STDIN = Path("-")
 """Stands for the standard input."""
@@ -51,8 +51,9 @@ class Trace:
 
     Attributes:
         parents: for each chunk the one before it, -1 at a head; positions: how many are before it; sources: the
-            number of the file it comes from; tokens: how many tokens it has.
-        tokens_per_chunk: of a full one.
+            number of the namespace it is of; tokens: how many tokens it has.
+        tokens_per_chunk: of a full one, the most there are where namespaces differ.
+        namespaces: what their chunks are, if that is known of each: tokens of a full one, bytes of a token.
         num_out_of_order: lines that were earlier than the one before them.
     """
 
@@ -63,6 +64,19 @@ class Trace:
     tokens: list[int] = field(default_factory=list)
     tokens_per_chunk: int = 0
     num_out_of_order: int = 0
+    namespaces: list[Blocks] = field(default_factory=list)
+
+    def blocks(self, source: int, bytes_per_token: int) -> tuple[int, int]:
+        """Tokens of a full chunk of a namespace, and bytes of a token; of those that do not say it these."""
+        if not self.namespaces:
+            return self.tokens_per_chunk, bytes_per_token
+        tokens, said = self.namespaces[source]
+        return tokens, said or bytes_per_token
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the chunks of all namespaces have one size."""
+        return len(set(self.namespaces)) <= 1
 
     @property
     def num_chunks(self) -> int:
@@ -88,22 +102,24 @@ class Reading:
         tokens_per_chunk: None takes the blocks of Mooncake traces as they are, and 256 tokens for sessions. A multiple
             of the blocks of each file.
         start_gap_s, seed: when sessions begin.
+        bytes_per_token: of all namespaces, whatever they say; None takes that.
     """
 
     tokens_per_chunk: int | None = None
     start_gap_s: float = 60.0
     seed: int = 0
+    bytes_per_token: int | None = None
 
 
 def read(paths: Sequence[Path], reading: Reading, advance: Callable[[int], None] = lambda _: None) -> Trace:
     """The requests of all files, as one cache would get them. Raises UsageError for what is no trace.
 
-    Each file begins at 0 and is a namespace of its own: ids of one file say nothing of those of another.
+    Each file begins at 0 and is a namespace of its own, or several: ids of one say nothing of those of another.
     """
     trace = Trace([])
-    for source, path in enumerate(paths):
+    for path in paths:
         try:
-            _read_file(trace, source, path, reading, advance)
+            _read_file(trace, path, reading, advance)
         except (OSError, EOFError, zlib.error) as error:
             raise UsageError(f"cannot read {name_of(path)}: {getattr(error, 'strerror', None) or error}") from error
         except MemoryError as error:
@@ -119,7 +135,7 @@ def name_of(path: Path) -> str:
     return "the standard input" if path == STDIN else str(path)
 
 
-def _read_file(trace: Trace, source: int, path: Path, reading: Reading, advance: Callable[[int], None]) -> None:
+def _read_file(trace: Trace, path: Path, reading: Reading, advance: Callable[[int], None]) -> None:
     name = name_of(path)
     with sys.stdin.buffer if path == STDIN else path.open("rb") as opened:
         raw = cast("io.BufferedReader", opened)
@@ -131,36 +147,37 @@ def _read_file(trace: Trace, source: int, path: Path, reading: Reading, advance:
             raise UsageError(f"{name} is empty")
         if "timestamp" in first.found and "hash_ids" in first.found:
             says_block = "block_size" in first.found
-            asked, block = mooncake(itertools.chain([first], found), name)
+            asked, blocks = mooncake(itertools.chain([first], found), name)
             pairs = itertools.pairwise(asked)
             trace.num_out_of_order += sum(one.at_s < before.at_s for before, one in pairs)
         elif "requests" in first.found and "block_size" in first.found:
             says_block = False
-            asked, block = sessions(itertools.chain([first], found), reading.start_gap_s, reading.seed)
+            asked, blocks = sessions(itertools.chain([first], found), reading.start_gap_s, reading.seed)
         else:
             raise UsageError(
                 f"{name} is neither a Mooncake trace nor one of sessions: its first line has {sorted(first.found)[:8]}"
             )
-    per_chunk = reading.tokens_per_chunk or (block if block > 64 or says_block else 256)
-    if per_chunk % block:
-        raise UsageError(f"a chunk of {per_chunk} tokens is no multiple of the blocks of {block} in {name}")
-    if trace.tokens_per_chunk not in (0, per_chunk):
-        raise UsageError(
-            f"{name} has chunks of {per_chunk} tokens, the file before it {trace.tokens_per_chunk}: say --tokens-per-chunk"
-        )
-    trace.tokens_per_chunk = per_chunk
-    _add(trace, source, asked, block, per_chunk)
+    first_source = len(trace.namespaces)
+    for block, said in blocks:
+        per_chunk = reading.tokens_per_chunk or (block if block > 64 or says_block else 256)
+        if per_chunk % block:
+            raise UsageError(f"a chunk of {per_chunk} tokens is no multiple of the blocks of {block} in {name}")
+        trace.namespaces.append(Blocks(per_chunk, reading.bytes_per_token or said))
+    trace.tokens_per_chunk = max(tokens for tokens, _ in trace.namespaces)
+    _add(trace, first_source, asked, [block for block, _ in blocks])
 
 
-def _add(trace: Trace, source: int, asked: list[Asked], block: int, per_chunk: int) -> None:
+def _add(trace: Trace, first_source: int, asked: list[Asked], blocks: list[int]) -> None:
     """Make chunks of blocks. Where a chunk has several blocks, a last one that is not full is left out."""
-    known: dict[tuple[int, int, int], int] = {}
-    step = per_chunk // block
-    for at_s, ids, tokens, session in asked:
+    known: dict[tuple[int, int, int, int], int] = {}
+    for at_s, ids, tokens, session, namespace in asked:
+        source = first_source + namespace
+        per_chunk = trace.namespaces[source].tokens
+        step = per_chunk // blocks[namespace]
         above = -1
         chunks: list[int] = []
         for position in range(len(ids) // step):
-            place = (session if above < 0 else -1, above, ids[(position + 1) * step - 1])
+            place = (namespace, session if above < 0 else -1, above, ids[(position + 1) * step - 1])
             number = known.get(place)
             if number is None:
                 number = known[place] = len(trace.parents)
