@@ -77,6 +77,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     volume: str | None = None
     nvme_directories: tuple[str, ...] = ()
 
+    @property
+    def sentence(self) -> str:
+        """How much stays, and for a mount with which settings, for people."""
+        flags = " ".join(
+            [f"--ram {exact_size(self.size_bytes)}", *(f"--nvme {each}" for each in self.nvme_directories)]
+        )
+        return f"{format_size(self.size_bytes)} of RAM stay for the next mount there with {flags}"
+
 
 def facts_of(mountpoint: str, size_bytes: int, nvme_directories: tuple[str, ...]) -> Facts:
     """The facts of an arena that is made now."""
@@ -277,9 +285,14 @@ def _contradiction(path: Path, wanted: Facts) -> str:
     if found.mountpoint != wanted.mountpoint:
         return f"it belongs to {found.mountpoint}"
     if found.size_bytes != wanted.size_bytes:
+        left = (
+            "; what NVMe has is there"
+            if found.nvme_directories and found.nvme_directories == wanted.nvme_directories
+            else ""
+        )
         return (
             f"ram was {exact_size(found.size_bytes)} then and is {exact_size(wanted.size_bytes)} now, and only a mount with the "
-            "ram of before takes it over"
+            f"ram of before takes it over{left}"
         )
     return ""
 

@@ -31,6 +31,7 @@ from kvfs.durations import parse_duration
 from kvfs.errors import KvfsError, UnavailableError, UsageError
 from kvfs.keys import split
 from kvfs.messages import Heard
+from kvfs.mount.mountpoint import mount_at
 from kvfs.tools import asking, listing, mounted
 from kvfs.tools.trace_file import TraceFile
 from kvfs.tools.words import format_count, format_duration, format_share, printable
@@ -189,7 +190,7 @@ def record(
                 if not has_ended():
                     time.sleep(_ASK_EVERY_S)
         except UnavailableError as error:  # what was written so far is a trace as well
-            why = str(error)
+            why = str(error) if mount_at(path) is not None else f"{path} was unmounted"
             has_failed = isinstance(out, TraceFile) and out.has_failed
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")

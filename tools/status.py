@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvfs import kept
-from kvfs.config import exact_size, format_size
+from kvfs.config import format_size
 from kvfs.errors import UnavailableError, UsageError
 from kvfs.metrics import Counters
 from kvfs.mount import mountpoint as mountpoints
@@ -97,14 +97,8 @@ def _document(path: str, daemon: daemons.Unmounted) -> dict[str, Any]:
 
 def _kept_hint(mountpoint: str) -> str:
     path = mountpoints.resolve(mountpoint)
-    hints = [f"{_settings_of(facts)}; `kvfs umount {mountpoint}` gives them back" for _, facts in kept.kept_for(path)]
+    hints = [f"{facts.sentence}; `kvfs umount {mountpoint}` gives them back" for _, facts in kept.kept_for(path)]
     return f". {hints[0]}" if hints else ""
-
-
-def _settings_of(facts: kept.Facts) -> str:
-    """How much RAM stays, and for a mount with which settings."""
-    flags = " ".join([f"--ram {exact_size(facts.size_bytes)}", *(f"--nvme {each}" for each in facts.nvme_directories)])
-    return f"{format_size(facts.size_bytes)} of RAM stay for the next mount there with {flags}"
 
 
 class Unmounted(NamedTuple):
@@ -125,7 +119,7 @@ class Unmounted(NamedTuple):
         for path, daemon in self.ending:
             yield path, daemon.sentence(path)
         for facts in self.left:
-            yield facts.mountpoint, f"not mounted; {_settings_of(facts)}"
+            yield facts.mountpoint, f"not mounted; {facts.sentence}"
 
     def lines(self) -> list[Text]:
         """The same, a line each."""
@@ -170,7 +164,7 @@ def overview(paths: Sequence[str]) -> tuple[Table, bool]:
             document = mounted.read_status(path)
         except (UsageError, UnavailableError) as error:
             all_answer = False
-            table.add_row(Text(path), "-", "-", "-", Text(str(error)))
+            table.add_row(Text(path), "-", "-", "-", Text(f"{error}{_kept_hint(path)}"))
             continue
         tiers = [document.get(name) for name in ("ram", "nvme")]
         full = [format_size(tier.get("used_bytes", 0)) if isinstance(tier, dict) else "-" for tier in tiers]

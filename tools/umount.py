@@ -124,7 +124,7 @@ def _say_the_end(path: str, socket_path: str, place: Path | None) -> None:
     if unwritten is not None:
         typer.echo(f"kvfs: {unwritten.sentence}")
     if place is not None and (facts := kept.read_facts(place)) is not None:
-        typer.echo(f"kvfs: {format_size(facts.size_bytes)} of RAM stay for the next mount there")
+        typer.echo(f"kvfs: {facts.sentence}")
 
 
 def _keep(path: str, socket_path: str) -> Path:

@@ -200,6 +200,7 @@ def test_what_other_settings_drop_is_said_at_the_mount(
     engines(daemon.path).store("abc")
     assert kvfs("umount", str(daemon.path), "--keep-ram").returncode == 0
     assert mount("--ram=24MiB", two) == (
-        f"{what}ram was 16MiB then and is 24MiB now, and only a mount with the ram of before takes it over\n"
+        f"{what}ram was 16MiB then and is 24MiB now, and only a mount with the ram of before takes it over; "
+        "what NVMe has is there\n"
     )
     assert kvfs("umount", str(daemon.path)).returncode == 0
