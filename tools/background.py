@@ -22,8 +22,9 @@ import typer
 
 from kvfs import config
 from kvfs.config import Settings
-from kvfs.errors import ConfigError, KvfsError, UnavailableError
+from kvfs.errors import ConfigError, KvfsError, UnavailableError, UsageError
 from kvfs.mount import mountpoint, sockets
+from kvfs.tools.tied import tied
 from kvfs.tools.words import printable
 
 READY = b"ready"
@@ -88,7 +89,7 @@ def start(settings: Settings) -> Daemon:
         log_fd = _open_log(log_file)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvfs.tools.cli", "mount", *flags(settings), f"--report-fd={write_fd}"],
+                _command(settings, write_fd),
                 stdin=subprocess.DEVNULL,
                 stdout=log_fd,
                 stderr=log_fd,
@@ -109,6 +110,39 @@ def start(settings: Settings) -> Daemon:
         os.close(read_fd)
     process.returncode = 0  # it is to outlive us: nobody waits for it, and nothing shall warn of that
     return Daemon(process.pid, log_file, notices)
+
+
+def start_tied(settings: Settings, lock: str = "") -> subprocess.Popen[bytes]:
+    """Start a daemon that ends with this process, however that ends, see `tied`; returns when its mount answers.
+
+    Raises UsageError, with the daemon's own sentence, if it does not come up. An interrupt ends the daemon as well.
+    """
+    read_fd, write_fd = os.pipe()
+    try:
+        try:
+            process = subprocess.Popen(
+                tied(_command(settings, write_fd), signal.SIGTERM, lock),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[write_fd],
+                start_new_session=True,
+            )
+        finally:
+            os.close(write_fd)
+        try:
+            word = os.read(read_fd, MAX_SENTENCE_BYTES)
+            if word.partition(b"\n")[0] != READY:
+                raise UsageError(word.decode(errors="replace") or f"the daemon on {settings.mountpoint} did not start")
+        except BaseException:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise
+    finally:
+        os.close(read_fd)
+    return process
+
+
+def _command(settings: Settings, report_fd: int) -> list[str]:
+    return [sys.executable, "-m", "kvfs.tools.cli", "mount", *flags(settings), f"--report-fd={report_fd}"]
 
 
 def _await_ready(process: subprocess.Popen[bytes], read_fd: int, settings: Settings) -> tuple[str, ...]:

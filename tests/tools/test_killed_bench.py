@@ -115,3 +115,28 @@ def test_a_benchmark_says_what_it_needs(tmp_path: Path) -> None:
     told = kvfs("bench", "million", f"--dir={tmp_path}/none")
     assert told.returncode == 2
     assert told.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
+def test_the_mount_of_a_killed_demo_ends(tmp_path: Path) -> None:
+    """That of `kvfs bench vllm`, too: it is unmounted, and written, by a daemon that ends; it begins again before that."""
+    script = """
+import signal, sys
+from pathlib import Path
+from kvfs.tools.demo.mounting import Mount
+mount = Mount(Path(sys.argv[1]), "16MiB", "16MiB")
+mount.start()
+mount.stop()
+mount.start()
+print("up", flush=True)
+signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as demo:
+        try:
+            assert demo.stdout is not None
+            assert demo.stdout.readline() == "up\n"
+            assert mounts_below(tmp_path) == [f"{tmp_path}/mnt"]
+        finally:
+            demo.kill()
+    wait_until(lambda: not mounts_below(tmp_path), "the daemon has unmounted")
+    wait_until(lambda: "ended" in (tmp_path / "daemon.log").read_text().splitlines()[-1], "it has ended in order")

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from array import array
 from collections import deque
@@ -22,12 +21,11 @@ from kvfs.arena import MADV_POPULATE_WRITE
 from kvfs.chunk import align, geometry
 from kvfs.client import Client, NewChunk, Publishing, Reservation, StoreStatus, Tier, new_chunk
 from kvfs.config import Access, Settings, VolumeSetting
-from kvfs.errors import UnavailableError, UsageError
+from kvfs.errors import UnavailableError
 from kvfs.mount import mountpoint
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
 from kvfs.tools import background, mounted
 from kvfs.tools.bench.scratch import lock_above
-from kvfs.tools.tied import tied
 
 WINDOW_BYTES = 128 << 20
 TOKENS_PER_CHUNK = 256
@@ -109,20 +107,7 @@ class Daemon:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        read_fd, write_fd = os.pipe()
-        command = [sys.executable, "-m", "kvfs.tools.cli", "mount", *background.flags(self._settings)]
-        self._process = subprocess.Popen(
-            tied([*command, f"--report-fd={write_fd}"], signal.SIGTERM, lock_above(self.mount)),
-            stdin=subprocess.DEVNULL,
-            pass_fds=[write_fd],
-            start_new_session=True,
-        )
-        os.close(write_fd)
-        word = os.read(read_fd, 4096)
-        os.close(read_fd)
-        if word.partition(b"\n")[0] != background.READY:
-            self._process.wait()
-            raise UsageError(word.decode(errors="replace") or "the daemon of the benchmark did not start")
+        self._process = background.start_tied(self._settings, lock_above(self.mount))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,12 +1,10 @@
-"""The demo's mount: `kvfs mount --background` and `kvfs umount` on a directory that goes away with the demo."""
+"""The demo's mount: a daemon that ends with the demo, however that ends, and `kvfs umount`, on a directory that goes away."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import re
-import select
 import shutil
 import signal
 import subprocess
@@ -15,14 +13,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvfs import config
 from kvfs.errors import KvfsError
+from kvfs.tools import background
+from kvfs.tools.bench.scratch import lock_above
 
 RAM = "1GiB"
 NVME = "2GiB"
 KVFS = (sys.executable, "-m", "kvfs.tools.cli")
 PATIENCE_S = 60.0
 INTERRUPT_PATIENCE_S = 10.0
-_PROCESS = re.compile(r"process (\d+)")
 _MOUNTPOINT = "mnt"
 
 
@@ -36,24 +36,25 @@ class Mount:
         self._volume = directory / "volume"
         self._ram = ram
         self._nvme = nvme
-        self._pid: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Mount; raises KvfsError with the command's own sentence."""
-        volume = []
+        """Mount; raises KvfsError with the daemon's own sentence."""
+        volumes = None
         if self._nvme is not None:
             self._volume.mkdir(exist_ok=True)
-            volume = ["--nvme", f"{self._volume}:{self._nvme}"]
-        said = _run(
-            "mount", str(self.path), "--ram", self._ram, *volume, "--log-file", str(self.log), "--background"
-        )  # fmt: skip
-        found = _PROCESS.search(said)
-        self._pid = int(found[1]) if found else None
+            volumes = [f"{self._volume}:{self._nvme}"]
+        settings = config.load(
+            None, {"mountpoint": str(self.path), "ram": self._ram, "nvme": volumes, "log_file": str(self.log)}
+        )
+        self._process = background.start_tied(settings, lock_above(str(self.path)))
 
     def stop(self) -> None:
         """Unmount, and wait until the daemon has written everything and ended."""
         _run("umount", str(self.path))
-        self._pid = None
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
 
     def prefix(self, key: str) -> Path:
         """The directory of everything that begins with the chunk of this key."""
@@ -64,14 +65,14 @@ class Mount:
 
     def destroy(self) -> None:
         """Take the mount away, whatever state it is in, and end its daemon."""
-        if self._pid is None and not os.path.ismount(self.path):
+        if self._process is None and not os.path.ismount(self.path):
             return
         with contextlib.suppress(KvfsError):
             self.stop()
             return
         _force(self.path)
-        if self._pid is not None:
-            _end(self._pid)
+        if self._process is not None:
+            _end(self._process)
 
 
 @contextlib.contextmanager
@@ -125,20 +126,10 @@ def _force(mountpoint: Path) -> None:
         _run("umount", "--force", str(mountpoint))
 
 
-def _end(pid: int) -> None:
-    """End a daemon that `umount` could not end."""
-    with contextlib.suppress(ProcessLookupError):
-        daemon = os.pidfd_open(pid)
-        try:
-            for number, patience_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
-                signal.pidfd_send_signal(daemon, number)
-                if _has_ended(daemon, patience_s):
-                    return
-        finally:
-            os.close(daemon)
-
-
-def _has_ended(daemon: int, patience_s: float) -> bool:
-    poll = select.poll()
-    poll.register(daemon, select.POLLIN)
-    return bool(poll.poll(patience_s * 1000))
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a daemon that was unmounted, and end one that does not end by itself."""
+    for number, patience_s in ((0, 10.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+            return
