@@ -18,6 +18,7 @@ from kvfs.prefixes import PrefixDirectory
 MAX_NAME_BYTES = 255
 TIMEOUT_S = 1.0  # how long the kernel may believe an attribute: `ls -ltu` shows the last second's hits
 SECTOR_BYTES = 512  # the unit of st_blocks, stat(2)
+DIRECTORY_BLOCK_BYTES = 128 << 10  # st_blksize: glibc reads a directory by so much, and no more than this comes at once
 CHUNK_BLOCK_BYTES = 1 << 20  # st_blksize: cat and cp then read by the MiB, the largest FUSE request
 
 

@@ -46,9 +46,10 @@ from kvfs.mount.attributes import Attributes
 from kvfs.mount.control import ControlFiles
 from kvfs.mount.copying_in import CopyingIn
 from kvfs.mount.errnos import Faults
-from kvfs.mount.handles import Handles, OpenDirectory, OpenFile
+from kvfs.mount.handles import Handles, OpenFile
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations, Place
+from kvfs.mount.listing import Listing, Listings
 from kvfs.mount.nodes import Fixed, Node, Role, is_directory, is_growing
 from kvfs.mount.staged_names import DraftDirectory, StagedFile
 from kvfs.mount.syncing import Syncing
@@ -117,6 +118,7 @@ class Operations(GuardedOperations):
         self._store = store
         self._xattrs = Xattrs(store, tree.staged)
         self._attributes = Attributes(tree)
+        self._listings = Listings(tree, self._attributes, self.inodes, EntryAttributes)
         self._handles = Handles()
         self._unlinking: dict[int, Place] = {}  # by the chunk's inode: the name that the kernel drops itself
         self._pages: set[int] = set()  # inodes of chunks of which the kernel has no pages but the right ones
@@ -130,6 +132,7 @@ class Operations(GuardedOperations):
         if node is None:
             raise FUSEError(errno.ENOENT)  # without a negative timeout: engines make names appear
         entry = self._entry(node)
+        self._listings.looked_up(parent_inode, entry.st_ino)
         if isinstance(node, Chunk) and self.tree.staged.find(parent_inode, name) is node:
             entry.entry_timeout = (
                 0  # a second name goes when it is renamed, and the kernel would take the new one for true
@@ -170,28 +173,16 @@ class Operations(GuardedOperations):
         node = self._node(inode)
         if not is_directory(node):
             raise FUSEError(errno.ENOTDIR)
-        return self._add(OpenDirectory(node, ctx.pid))
+        return self._add(self._listings.open(node, inode, ctx.pid))
 
     async def readdir(self, fh: FileHandleT, start_id: int, token: ReaddirToken) -> None:
-        listing = self._handles.directory(fh)
-        if start_id == 0:
-            listing.entries = self.tree.entries(listing.node, listing.viewer)
-        entries, parent = listing.entries, listing.node
-        attributes = EntryAttributes()  # one for all: readdir_reply copies it
-        for index in range(start_id, len(entries)):
-            node = entries[index]
-            if not self.tree.holds(parent, node):
-                continue
-            self._attributes.fill(attributes, node)
-            if isinstance(parent, DraftDirectory):
-                attributes.entry_timeout = 0  # nobody is told when what it shows goes
-            if not pyfuse3.readdir_reply(token, self.tree.name(node), attributes, index + 1):
-                return
-            if not isinstance(node, Fixed):
-                self.inodes.remember(node)
+        reply = functools.partial(pyfuse3.readdir_reply, token)
+        await self._listings.send(self._handles.directory(fh), start_id, reply)
 
     async def releasedir(self, fh: FileHandleT) -> None:
+        listing = self._handles.directory(fh)
         self._handles.pop(fh)
+        await self._listings.close(listing)
 
     # files
 
@@ -447,7 +438,7 @@ class Operations(GuardedOperations):
             self.inodes.remember(node)
         return entry
 
-    def _add(self, opened: OpenFile | OpenDirectory) -> FileHandleT:
+    def _add(self, opened: OpenFile | Listing) -> FileHandleT:
         return FileHandleT(self._handles.add(opened))
 
     def _staged_handle(self, staged: StagedFile, chunk: Chunk | None = None, content: bytes | None = None) -> FileInfo:

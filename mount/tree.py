@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import errno
 import time
+from binascii import hexlify
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvfs.catalog import Catalog, Chunk, ChunkTable
-from kvfs.chunk import parse_file_name
+from kvfs.chunk import SUFFIX, parse_file_name
 from kvfs.mount.errnos import Refused
 from kvfs.mount.nodes import (
     CHUNK_BLOCK_BYTES,
     CHUNK_MODE,
     DIRECTORIES,
+    DIRECTORY_BLOCK_BYTES,
     DIRECTORY_MODE,
     FILE_MODE,
     LINK_MODE,
@@ -45,6 +47,7 @@ from kvfs.prefixes import PrefixDirectory
 ROOT_INODE = 1
 FIRST_TABLE_INODE = 1 << 10
 LAST_FIXED_INODE = (1 << 20) - 1  # the catalog numbers chunks and prefix directories from 1 << 20 on
+_SUFFIX = SUFFIX.encode()
 MAX_GONE = 4096  # fixed nodes that were removed; who still stands in an older one gets ESTALE
 
 
@@ -182,7 +185,7 @@ class Tree:
     def name(self, node: Node) -> bytes:
         """The last part of a node's path."""
         if isinstance(node, Chunk):
-            return node.file_name.encode()
+            return hexlify(node.key) + _SUFFIX
         return node.name.encode() if isinstance(node, PrefixDirectory) else node.name
 
     def attributes(self, node: Node) -> Attributes:
@@ -198,19 +201,19 @@ class Tree:
             first = next(node.chunks(), None)
             created, used = (first.created_ns, first.last_used_ns) if first else (self._started_ns, self._started_ns)
             links = 2 + len(node.subdirectories) if node.is_attached else 0
-            return Attributes(node.inode, DIRECTORY_MODE, links, 0, 4096, created, used, created, TIMEOUT_S)
+            return Attributes(node.inode, DIRECTORY_MODE, links, 0, DIRECTORY_BLOCK_BYTES, created, used, created, TIMEOUT_S)
         if isinstance(node, StagedFile):
             then, size = node.created_ns, node.staged.size
             modified = then if node.modified_ns is None else node.modified_ns
             return Attributes(node.inode, CHUNK_MODE, 1, size, CHUNK_BLOCK_BYTES, modified, then, then, 0)
         if isinstance(node, DraftDirectory):
             then = node.draft.created_ns
-            return Attributes(node.inode, DIRECTORY_MODE, 2, 0, 4096, then, then, then, 0)
+            return Attributes(node.inode, DIRECTORY_MODE, 2, 0, DIRECTORY_BLOCK_BYTES, then, then, then, 0)
         origin = node.table or node.draft
         then = origin.created_ns if origin is not None else self._started_ns
         if node.role in DIRECTORIES:
             links = 2 if self._is_there(node) else 0
-            return Attributes(node.inode, DIRECTORY_MODE, links, 0, 4096, then, then, then, TIMEOUT_S)
+            return Attributes(node.inode, DIRECTORY_MODE, links, 0, DIRECTORY_BLOCK_BYTES, then, then, then, TIMEOUT_S)
         modes = {Role.SESSION: LINK_MODE, Role.NAMESPACE_JSON: CHUNK_MODE}
         mode = modes.get(node.role, FILE_MODE)
         size = self._file_size(node)
