@@ -59,4 +59,6 @@ class BareEntry(Generic[E]):
 def _words(entry: object, value: int) -> list[int]:
     """Where in the memory of an object of C's a word has this value, in bytes from its start."""
     memory = ctypes.string_at(id(entry), type(entry).__basicsize__)
-    return [at for at in range(0, len(memory) - _WORD.size + 1, _WORD.size) if memory[at:].startswith(_WORD.pack(value))]
+    return [
+        at for at in range(0, len(memory) - _WORD.size + 1, _WORD.size) if memory[at:].startswith(_WORD.pack(value))
+    ]

@@ -201,7 +201,9 @@ class Tree:
             first = next(node.chunks(), None)
             created, used = (first.created_ns, first.last_used_ns) if first else (self._started_ns, self._started_ns)
             links = 2 + len(node.subdirectories) if node.is_attached else 0
-            return Attributes(node.inode, DIRECTORY_MODE, links, 0, DIRECTORY_BLOCK_BYTES, created, used, created, TIMEOUT_S)
+            return Attributes(
+                node.inode, DIRECTORY_MODE, links, 0, DIRECTORY_BLOCK_BYTES, created, used, created, TIMEOUT_S
+            )
         if isinstance(node, StagedFile):
             then, size = node.created_ns, node.staged.size
             modified = then if node.modified_ns is None else node.modified_ns
