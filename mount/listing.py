@@ -144,7 +144,8 @@ class Listings(Generic[E]):
     async def _copied(self, listing: Listing) -> list[Node]:
         """What the directory holds; a crowd is copied bit by bit, if nothing comes or goes meanwhile."""
         node = listing.node
-        table = node.table if isinstance(node, Fixed) and node.role is Role.CHUNKS else None
+        is_whole = isinstance(node, Fixed) and node.role is Role.CHUNKS and node.draft is None
+        table = node.table if isinstance(node, Fixed) and is_whole else None
         if table is not None and len(table.chunks) > _AT_ONCE:
             entries: list[Node] = [*self._tree.staged.listed(node.inode)]
             before, newest_first = (table.num_stored, len(table.chunks)), reversed(table.chunks.values())

@@ -18,7 +18,7 @@ import errno
 import time
 from binascii import hexlify
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from kvfs.catalog import Catalog, Chunk, ChunkTable
@@ -135,7 +135,8 @@ class Tree:
             return None
         assert isinstance(parent, Fixed)
         if parent.role is Role.CHUNKS:
-            return None if parent.table is None else _chunk(parent.table, name)
+            chunk = None if parent.table is None else _chunk(parent.table, name)
+            return None if chunk is None or _hides(parent, chunk, viewer) else chunk
         if parent.role is Role.PREFIXES:
             table = parent.table
             return table.prefixes.directories.get(_text(name)) if table is not None and _is_whole(parent) else None
@@ -164,7 +165,9 @@ class Tree:
                 case Role.NAMESPACE:
                     return [*self._shown(table or draft, viewer)]
                 case Role.CHUNKS:
-                    chunks = reversed(table.chunks.values()) if table is not None else ()
+                    chunks: Iterable[Chunk] = reversed(table.chunks.values()) if table is not None else ()
+                    if draft is not None:
+                        chunks = (chunk for chunk in chunks if not draft.hides_chunk(chunk, viewer))
                     return [*self.staged.listed(directory.inode), *chunks]
                 case Role.PREFIXES if table is not None and _is_whole(directory):
                     return [*table.prefixes.directories.values()]
@@ -431,6 +434,11 @@ def _is_made(node: Fixed, viewer: int | None) -> bool:
     if node.role is Role.NAMESPACE_JSON:
         return node.table is not None
     return node.draft is None or not node.draft.hides(node.name, viewer)
+
+
+def _hides(chunks: Fixed, chunk: Chunk, viewer: int | None) -> bool:
+    """Whether a process does not find a chunk in a chunks/ that it has made yet."""
+    return chunks.draft is not None and chunks.draft.hides_chunk(chunk, viewer)
 
 
 def _is_whole(node: Fixed) -> bool:

@@ -268,6 +268,35 @@ async def test_a_namespace_without_prefixes_is_whole(mount: Mount) -> None:
     assert seen(COPIER) == [b"namespace.json", b"chunks", b"prefixes"]
 
 
+async def test_chunks_are_there_for_who_copies_when_it_copies_them(mount: Mount) -> None:
+    """A copy that begins with prefixes/ finds its chunks/ empty, and in it what it has put there; others find all."""
+    name = mount.namespace.directory
+    mount.copying.directories.make(mount.tree.root, name.encode(), COPIER)
+    await mount.write(name, "namespace.json", namespaces.encode(mount.namespace))
+    prefixes = mount.copying.directories.make(mount.at(name), b"prefixes", COPIER)
+    names = []
+    for letter in "ab":
+        key, raw = chunk_file(mount.namespace, letter)
+        mount.copying.directories.make(prefixes, key.hex().encode(), COPIER)
+        await mount.write(f"{name}/prefixes/{key.hex()}", file_name(key), raw)
+        names.append(file_name(key).encode())
+    made = mount.copying.directories.make(mount.at(name), b"chunks", COPIER)
+
+    def found(viewer: int) -> list[bool]:
+        listed = [mount.tree.name(node) for node in mount.tree.entries(made, viewer)]
+        looked_up = [mount.tree.lookup(made, each, viewer) is not None for each in names]
+        assert [each in listed for each in names] == looked_up
+        return looked_up
+
+    assert found(COPIER) == [False, False]
+    assert found(1) == [True, True]
+    await mount.write(f"{name}/chunks", names[0].decode(), chunk_file(mount.namespace, "a")[1])
+    assert found(COPIER) == [True, False]
+    mount.clock.now_s += QUIET_S
+    made = mount.at(f"{name}/chunks")
+    assert found(COPIER) == [True, True]
+
+
 async def test_what_a_draft_shows_goes_with_its_chunk(mount: Mount) -> None:
     """So that its directories can be removed, as long as it takes; what was removed can be made again."""
     name = mount.namespace.directory
