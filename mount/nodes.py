@@ -87,3 +87,8 @@ def is_directory(node: Node) -> bool:
 def is_growing(node: Node) -> bool:
     """Whether the size of a file changes under the reader, as `tail -f` expects."""
     return isinstance(node, Fixed) and node.role is Role.EVENTS
+
+
+def text_of(name: bytes) -> str:
+    """A name as the catalog has it. What is no ASCII is no name of ours, and stays different from all of them."""
+    return name.decode("ascii", "surrogateescape")

@@ -21,9 +21,10 @@ from kvfs.mount.copying_in import MAX_AGE_S, CopyingIn
 from kvfs.mount.errnos import Refused
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations
+from kvfs.mount.namespace_nodes import MAX_GONE
 from kvfs.mount.nodes import Fixed, Node
 from kvfs.mount.staged_names import FRESH_S, MAX_DRAFTS, QUIET_S, StagedFile
-from kvfs.mount.tree import MAX_GONE, Tree
+from kvfs.mount.tree import Tree
 from kvfs.namespace import Namespace
 from kvfs.opening import open_store
 from kvfs.store import Store
@@ -489,8 +490,8 @@ async def test_names_of_drafts_that_were_given_up_cost_nothing(mount: Mount) -> 
         name = f"{mount.namespace.directory[:-12]}{number:012x}".encode()
         inodes.append(mount.copying.directories.make(mount.tree.root, name).inode)
         assert mount.copying.directories.remove(mount.tree.root, name)
-    assert len(mount.tree._tables) == 1
-    assert len(mount.tree._fixed) <= MAX_GONE + 100
+    assert len(mount.tree.namespaces._tables) == 1
+    assert len(mount.tree.namespaces._fixed) <= MAX_GONE + 100
     last = mount.tree.fixed(inodes[-1])
     assert last is not None
     assert mount.tree.attributes(last).links == 0
@@ -498,14 +499,14 @@ async def test_names_of_drafts_that_were_given_up_cost_nothing(mount: Mount) -> 
 
 
 async def test_names_of_removed_namespaces_cost_nothing(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfs.mount.tree.MAX_GONE", 8)
-    before = len(mount.tree._fixed)
+    monkeypatch.setattr("kvfs.mount.namespace_nodes.MAX_GONE", 8)
+    before = len(mount.tree.namespaces._fixed)
     for _ in range(10):
         table = mount.store.attach(mount.namespace)
         mount.at(table.directory)
         assert mount.tree.remove_directory(mount.tree.root, table.directory.encode()) is table
         mount.store.remove_namespace(table)
-    assert len(mount.tree._fixed) <= before + 8
+    assert len(mount.tree.namespaces._fixed) <= before + 8
 
 
 async def test_empty_prefixes_that_people_make_are_bounded(
