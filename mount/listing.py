@@ -35,7 +35,7 @@ from kvfs.prefixes import PrefixDirectory
 TOLD = 1 << 17  # more than fts reads ahead, and than can be listed in the second for which attributes are believed
 PROBES_FROM = TOLD // 2  # smaller directories need none
 PROBE_EVERY = 1024  # each costs whoever looks a request, some 100 µs
-_AT_ONCE = 1 << 16  # entries that are copied before others get a turn: 1 to 3 ms
+_AT_ONCE = 1 << 14  # entries that are copied, or let go of, before others get a turn: below 1 ms
 
 
 @dataclass(slots=True, eq=False)
