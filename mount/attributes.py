@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Protocol, TypeVar
 
+from kvfs.catalog import Chunk
 from kvfs.mount.nodes import SECTOR_BYTES, TIMEOUT_S, Node
 from kvfs.mount.staged_names import DraftDirectory, StagedFile
 from kvfs.mount.tree import Tree
@@ -53,4 +54,16 @@ class Attributes:
         entry.st_ctime_ns = created_ns
         entry.entry_timeout = 0 if isinstance(node, StagedFile | DraftDirectory) else TIMEOUT_S
         entry.attr_timeout = timeout_s
+        return entry
+
+    def fill_next_chunk(self, entry: E, chunk: Chunk) -> E:
+        """The same for a chunk, in an entry that was filled in for another a moment ago: what may differ, in a third of the time."""
+        is_fresh = self._tree.staged.is_fresh(chunk)
+        entry.st_ino = chunk.inode
+        entry.st_nlink = 1 if is_fresh else 2
+        entry.st_size = chunk.length
+        entry.st_blocks = -(-chunk.length // SECTOR_BYTES)
+        entry.st_mtime_ns = entry.st_ctime_ns = chunk.created_ns
+        entry.st_atime_ns = chunk.last_used_ns
+        entry.attr_timeout = 0 if is_fresh else TIMEOUT_S
         return entry

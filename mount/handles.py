@@ -6,21 +6,12 @@ Concurrency: belongs to the event loop's thread; nothing waits.
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvfs.catalog import Chunk
 from kvfs.mount.errnos import Refused
-from kvfs.mount.nodes import Node
+from kvfs.mount.listing import Listing
 from kvfs.mount.staged_names import StagedFile
-
-
-@dataclass(slots=True)
-class OpenDirectory:
-    """A directory that is being listed: what it held when the listing began. `readdir` offsets index `entries`."""
-
-    node: Node
-    viewer: int
-    entries: list[Node] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -40,20 +31,20 @@ class Handles:
     """The numbers, which are never used again. What does not have the kind that is asked for is EBADF."""
 
     def __init__(self) -> None:
-        self._open: dict[int, OpenFile | OpenDirectory] = {}
+        self._open: dict[int, OpenFile | Listing] = {}
         self._next = 1
 
-    def add(self, opened: OpenFile | OpenDirectory) -> int:
+    def add(self, opened: OpenFile | Listing) -> int:
         """A number for what was opened."""
         handle = self._next
         self._next += 1
         self._open[handle] = opened
         return handle
 
-    def directory(self, handle: int) -> OpenDirectory:
+    def directory(self, handle: int) -> Listing:
         """A directory."""
         found = self._open.get(handle)
-        if not isinstance(found, OpenDirectory):
+        if not isinstance(found, Listing):
             raise Refused(errno.EBADF)
         return found
 
@@ -71,7 +62,7 @@ class Handles:
             raise Refused(errno.EBADF)
         return staged
 
-    def pop(self, handle: int) -> OpenFile | OpenDirectory | None:
+    def pop(self, handle: int) -> OpenFile | Listing | None:
         """It was closed."""
         return self._open.pop(handle, None)
 

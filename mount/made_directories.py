@@ -48,8 +48,8 @@ class MadeDirectories:
             return self._make_draft(name, maker)
         home, is_for_chunks, draft = self._homes.where(parent, name)
         if isinstance(parent, Fixed) and parent.role is Role.NAMESPACE:
-            again = self._tree.make_again(draft or home, name)
-            nodes = self._tree.nodes(draft or home)
+            again = self._tree.namespaces.make_again(draft or home, name)
+            nodes = self._tree.namespaces.of(draft or home)
             if draft is not None and name in (nodes.chunks.name, nodes.prefixes.name):
                 draft.made.add(name)
                 return nodes.chunks if name == nodes.chunks.name else nodes.prefixes
@@ -124,7 +124,7 @@ class MadeDirectories:
         if len(self._names.drafts) >= MAX_DRAFTS:
             raise CapacityError("too many namespaces have no namespace.json yet")
         draft = self._names.drafts[text] = Draft(text, self._store.system.time_ns(), self._now_s(), maker=maker)
-        return self._tree.nodes(draft).directory
+        return self._tree.namespaces.of(draft).directory
 
     def expire(self, before_s: float) -> None:
         """Let prefixes go that were made before then and have got no chunk: when the kernel forgets them."""

@@ -18,6 +18,7 @@ from kvfs.prefixes import PrefixDirectory
 MAX_NAME_BYTES = 255
 TIMEOUT_S = 1.0  # how long the kernel may believe an attribute: `ls -ltu` shows the last second's hits
 SECTOR_BYTES = 512  # the unit of st_blocks, stat(2)
+DIRECTORY_BLOCK_BYTES = 128 << 10  # st_blksize: glibc reads a directory by so much, and no more than this comes at once
 CHUNK_BLOCK_BYTES = 1 << 20  # st_blksize: cat and cp then read by the MiB, the largest FUSE request
 
 
@@ -86,3 +87,8 @@ def is_directory(node: Node) -> bool:
 def is_growing(node: Node) -> bool:
     """Whether the size of a file changes under the reader, as `tail -f` expects."""
     return isinstance(node, Fixed) and node.role is Role.EVENTS
+
+
+def text_of(name: bytes) -> str:
+    """A name as the catalog has it. What is no ASCII is no name of ours, and stays different from all of them."""
+    return name.decode("ascii", "surrogateescape")

@@ -62,6 +62,8 @@ class Proof:
         self._names.forget(file)
         self._names.copied(chunk)
         self._names.link(file.parent_inode, chunk)
+        if isinstance(file.home, Draft) and file.parent_inode == self._tree.namespaces.of(file.home).chunks.inode:
+            file.home.in_chunks.add(chunk.inode)
         if chunk.inode == file.inode:
             self._inodes.replace(chunk)
         if file.pin is not None:

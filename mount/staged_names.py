@@ -2,8 +2,9 @@
 
 A *draft* is a namespace that somebody made with mkdir: what is copied into it waits until its namespace.json says what
 it is. `cp` takes it for granted that a directory which it has just made is empty, and fails where something has grown there
-meanwhile. So until the copy is over, the process that made the draft finds in it only what was made there by name, and so
-does everybody in a prefixes/ that was made so. To all others the whole namespace is there as soon as its namespace.json is.
+meanwhile. So until the copy is over, the process that made the draft finds in it only what was made there by name: in its
+chunks/ too, where all is that has come into prefixes/ before; `cp` copies in the order of inodes. So does everybody in a
+prefixes/ that was made so. To all others the whole namespace is there as soon as its namespace.json is.
 
 `cp -a` also unlinks a file that has a second name before it makes a link of that name, which would remove the chunk it
 has just copied. So a chunk that was copied in shows one link until the copy is over, or was silent for a moment.
@@ -42,6 +43,7 @@ class Draft:
         made: which of its fixed directories were made.
         num_open: files in it that are being written.
         limits: values of the attributes that it is to have as a namespace.
+        in_chunks: inodes of the chunks that were copied to its chunks/.
     """
 
     name: str
@@ -52,10 +54,18 @@ class Draft:
     num_open: int = 0
     limits: dict[str, bytes] = field(default_factory=dict)
     maker: int | None = None
+    in_chunks: set[int] = field(default_factory=set)
 
     def hides(self, name: bytes, viewer: int | None) -> bool:
         """Whether this process does not find this fixed directory yet."""
-        return name not in self.made and (self.table is None or (viewer is not None and viewer == self.maker))
+        return name not in self.made and (self.table is None or self._is_by(viewer))
+
+    def hides_chunk(self, chunk: Chunk, viewer: int | None) -> bool:
+        """Whether this process does not find this chunk in chunks/ yet."""
+        return self._is_by(viewer) and b"chunks" in self.made and chunk.inode not in self.in_chunks
+
+    def _is_by(self, viewer: int | None) -> bool:
+        return viewer is not None and viewer == self.maker
 
 
 @dataclass(slots=True, eq=False)

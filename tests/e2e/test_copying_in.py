@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -215,6 +216,30 @@ def test_a_namespace_that_was_exported(source: Any, target: Any, engines: Any, w
     assert sorted(os.listdir(made)) == ["chunks", "namespace.json", "prefixes"]
     tree = succeeds(sys.executable, "-m", "kvfs.tools.cli", "tree", target.path)
     assert source.key("q")[:8] in tree
+    check_copy(source, target, engines)
+
+
+def copy_as_cp_does(source: Path, target: Path, order: Callable[[Path], Any]) -> None:
+    """What `cp -r` does in a directory that it has made: it takes for granted that nothing is there."""
+    target.mkdir()
+    for path in sorted(source.iterdir(), key=order):
+        if path.is_dir():
+            copy_as_cp_does(path, target / path.name, order)
+        else:
+            descriptor = os.open(target / path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                os.write(descriptor, path.read_bytes())
+            finally:
+                os.close(descriptor)
+
+
+@pytest.mark.parametrize("order", ["".join(order) for order in itertools.permutations("cnp")])
+def test_cp_in_any_order(source: Any, target: Any, engines: Any, tmp_path: Path, order: str) -> None:
+    """Of chunks/, namespace.json and prefixes/: cp goes by their inodes, which are as the disk had them free."""
+    plain = tmp_path / source.directory.name
+    succeeds("cp", "-r", source.directory, plain)
+    copy_as_cp_does(plain, target.path / plain.name, lambda path: (order.find(path.name[0]), path.name))
+    os.utime(target.path / plain.name)  # the copy is over
     check_copy(source, target, engines)
 
 

@@ -21,9 +21,10 @@ from kvfs.mount.copying_in import MAX_AGE_S, CopyingIn
 from kvfs.mount.errnos import Refused
 from kvfs.mount.inodes import Inodes
 from kvfs.mount.invalidation import Invalidations
+from kvfs.mount.namespace_nodes import MAX_GONE
 from kvfs.mount.nodes import Fixed, Node
 from kvfs.mount.staged_names import FRESH_S, MAX_DRAFTS, QUIET_S, StagedFile
-from kvfs.mount.tree import MAX_GONE, Tree
+from kvfs.mount.tree import Tree
 from kvfs.namespace import Namespace
 from kvfs.opening import open_store
 from kvfs.store import Store
@@ -268,6 +269,35 @@ async def test_a_namespace_without_prefixes_is_whole(mount: Mount) -> None:
     assert seen(COPIER) == [b"namespace.json", b"chunks", b"prefixes"]
 
 
+async def test_chunks_are_there_for_who_copies_when_it_copies_them(mount: Mount) -> None:
+    """A copy that begins with prefixes/ finds its chunks/ empty, and in it what it has put there; others find all."""
+    name = mount.namespace.directory
+    mount.copying.directories.make(mount.tree.root, name.encode(), COPIER)
+    await mount.write(name, "namespace.json", namespaces.encode(mount.namespace))
+    prefixes = mount.copying.directories.make(mount.at(name), b"prefixes", COPIER)
+    names = []
+    for letter in "ab":
+        key, raw = chunk_file(mount.namespace, letter)
+        mount.copying.directories.make(prefixes, key.hex().encode(), COPIER)
+        await mount.write(f"{name}/prefixes/{key.hex()}", file_name(key), raw)
+        names.append(file_name(key).encode())
+    made = mount.copying.directories.make(mount.at(name), b"chunks", COPIER)
+
+    def found(viewer: int) -> list[bool]:
+        listed = [mount.tree.name(node) for node in mount.tree.entries(made, viewer)]
+        looked_up = [mount.tree.lookup(made, each, viewer) is not None for each in names]
+        assert [each in listed for each in names] == looked_up
+        return looked_up
+
+    assert found(COPIER) == [False, False]
+    assert found(1) == [True, True]
+    await mount.write(f"{name}/chunks", names[0].decode(), chunk_file(mount.namespace, "a")[1])
+    assert found(COPIER) == [True, False]
+    mount.clock.now_s += QUIET_S
+    made = mount.at(f"{name}/chunks")
+    assert found(COPIER) == [True, True]
+
+
 async def test_what_a_draft_shows_goes_with_its_chunk(mount: Mount) -> None:
     """So that its directories can be removed, as long as it takes; what was removed can be made again."""
     name = mount.namespace.directory
@@ -460,8 +490,8 @@ async def test_names_of_drafts_that_were_given_up_cost_nothing(mount: Mount) -> 
         name = f"{mount.namespace.directory[:-12]}{number:012x}".encode()
         inodes.append(mount.copying.directories.make(mount.tree.root, name).inode)
         assert mount.copying.directories.remove(mount.tree.root, name)
-    assert len(mount.tree._tables) == 1
-    assert len(mount.tree._fixed) <= MAX_GONE + 100
+    assert len(mount.tree.namespaces._tables) == 1
+    assert len(mount.tree.namespaces._fixed) <= MAX_GONE + 100
     last = mount.tree.fixed(inodes[-1])
     assert last is not None
     assert mount.tree.attributes(last).links == 0
@@ -469,14 +499,14 @@ async def test_names_of_drafts_that_were_given_up_cost_nothing(mount: Mount) -> 
 
 
 async def test_names_of_removed_namespaces_cost_nothing(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfs.mount.tree.MAX_GONE", 8)
-    before = len(mount.tree._fixed)
+    monkeypatch.setattr("kvfs.mount.namespace_nodes.MAX_GONE", 8)
+    before = len(mount.tree.namespaces._fixed)
     for _ in range(10):
         table = mount.store.attach(mount.namespace)
         mount.at(table.directory)
         assert mount.tree.remove_directory(mount.tree.root, table.directory.encode()) is table
         mount.store.remove_namespace(table)
-    assert len(mount.tree._fixed) <= before + 8
+    assert len(mount.tree.namespaces._fixed) <= before + 8
 
 
 async def test_empty_prefixes_that_people_make_are_bounded(

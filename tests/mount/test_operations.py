@@ -28,7 +28,8 @@ from kvfs.metrics import Counters
 from kvfs.mount import tier_work
 from kvfs.mount.control import ControlFiles
 from kvfs.mount.errnos import Faults
-from kvfs.mount.operations import GuardedOperations, Operations
+from kvfs.mount.guarding import GuardedOperations
+from kvfs.mount.operations import Operations
 from kvfs.mount.tree import ROOT_INODE, Tree
 from kvfs.namespace import Namespace
 from kvfs.opening import open_store
@@ -110,8 +111,8 @@ def operations_on(store: Store, nursery: trio.Nursery) -> Operations:
     control = ControlFiles(store, "/mnt/x", "/run/x/session.sock")
     tree = Tree(store.catalog, control.size, store.system.time_ns(), store.system.monotonic)
     operations = Operations(store, tree, control, Faults(store.counters), nursery)
-    store.on_change.append(operations.changed)
-    store.on_renamed.append(operations.renamed)
+    store.on_change.append(operations.removal.changed)
+    store.on_renamed.append(operations.removal.renamed)
     return operations
 
 

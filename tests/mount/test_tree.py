@@ -10,8 +10,9 @@ import pytest
 
 from kvfs.catalog import Catalog, Chunk, ChunkTable
 from kvfs.mount.errnos import Refused
+from kvfs.mount.namespace_nodes import FIRST_TABLE_INODE
 from kvfs.mount.nodes import Fixed, Node, Role, is_directory
-from kvfs.mount.tree import FIRST_TABLE_INODE, Tree
+from kvfs.mount.tree import Tree
 from kvfs.namespace import Namespace
 from kvfs.testing import tiny_namespace
 
@@ -264,7 +265,7 @@ def test_inodes_of_removed_namespaces_are_used_again(
     tree: Tree, catalog: Catalog, table: ChunkTable, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After many others, and never one that is in use."""
-    monkeypatch.setattr("kvfs.mount.tree.LAST_FIXED_INODE", FIRST_TABLE_INODE + 9)
+    monkeypatch.setattr("kvfs.mount.namespace_nodes.LAST_FIXED_INODE", FIRST_TABLE_INODE + 9)
     kept = catalog.table(tiny_namespace(), 0)
     inodes = [tree.attributes(walk(tree, kept.directory)).inode]
     for _ in range(5):

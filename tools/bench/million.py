@@ -28,6 +28,7 @@ from kvfs.client import Client
 from kvfs.errors import UsageError
 from kvfs.tools.bench import rig
 from kvfs.tools.bench.crowd import anonymous_bytes, list_all
+from kvfs.tools.bench.empty_mount import empty_mount
 from kvfs.tools.bench.results import Row
 from kvfs.tools.bench.scratch import scratch_below
 from kvfs.tools.interrupting import entered, interruptible
@@ -67,7 +68,8 @@ def bench_million(
 
     match_warm: the same prompt of 390 chunks again and again, beside the same in a daemon that has 1,000 chunks, in turns;
     match_random: prompts in random order, beside that, and in ms; memory_a_chunk: growth of the daemon's own memory, divided; restart: from
-    the start of a daemon until its mount answers; list: `ls -f` of their directory. Each stands beside its bar.
+    the start of a daemon until its mount answers; list: `ls -f` of their directory, also beside that of a file system of pyfuse3's that
+    does nothing but list as many names. Each stands beside its bar.
     """
     shape = rig.Shape(4 << 10, 1, model="million")
     needed = num_chunks * (geometry(shape.namespace, rig.TOKENS_PER_CHUNK).file_bytes + _INDEX_BYTES) + (64 << 20)
@@ -141,6 +143,9 @@ def measure(directory: Path, shape: rig.Shape, num_chunks: int, say: Say) -> Ite
             few_s, warm_s, random_s = _matches(shape, few_client, client, num_prompts)
         say("listing", 0)
         list_s = list_all(Path(daemon.mount, namespace.directory, "chunks"), stored)
+        say("listing as many names of an empty file system", 0)
+        with empty_mount(directory / "empty", stored) as empty:
+            empty_s = list_all(empty, stored)
         say("ending the daemon", 0)
     say("starting it again", 0)
     started = time.perf_counter()
@@ -153,6 +158,7 @@ def measure(directory: Path, shape: rig.Shape, num_chunks: int, say: Say) -> Ite
     yield Row("memory_a_chunk", 0, "bar", _MEMORY_BAR_BYTES, round(grown / _MEMORY_BAR_BYTES, 3), bytes=round(grown, 1))
     yield _time("restart", restart_s, _START_BAR_MS / 1e3)
     yield _time("list", list_s, _LIST_BAR_MS / 1e3)
+    yield _time("list, beside an empty file system", list_s, empty_s)
 
 
 def _time(name: str, took_s: float, bar_s: float) -> Row:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import subprocess
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -16,8 +13,8 @@ from kvfs import keys
 from kvfs.chunk import geometry
 from kvfs.client import Tier
 from kvfs.config import Access
-from kvfs.mount import mountpoint
 from kvfs.tools.bench import limits, rig
+from kvfs.tools.bench.empty_mount import empty_mount
 from kvfs.tools.bench.results import Pairs, Row
 
 NUM_KEYS = 64
@@ -177,7 +174,7 @@ def files(directory: Path, rounds: int, progress: Progress) -> Iterator[Row]:
     with (
         rig.Daemon(settings) as daemon,
         rig.client(daemon, namespace) as client,
-        _empty_fuse(directory / "empty") as empty,
+        empty_mount(directory / "empty") as empty,
     ):
         client.attach()
         rig.store(client, prompt, source)
@@ -204,20 +201,3 @@ def files(directory: Path, rounds: int, progress: Progress) -> Iterator[Row]:
     empty_s = pairs.median("empty_fuse_stat")
     yield pairs.duration("mount_stat_missing", "empty_fuse_stat", empty_s)
     yield pairs.duration("open_close", "empty_fuse_stat", empty_s)
-
-
-@contextlib.contextmanager
-def _empty_fuse(directory: Path) -> Iterator[Path]:
-    directory.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvfs.tools.bench.empty_fuse", str(directory)],
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        yield directory
-    finally:
-        mountpoint.unmount(str(directory), lazy=True)
-        process.wait()
