@@ -176,7 +176,7 @@ class Holding(Generic[E]):
         """See `Policy`."""
         if entry in self._held:
             self._held.remove(entry)
-        elif not self._set_aside(entry):
+        elif not (self._unreachable or self._closed) or not self._set_aside(entry):
             self._order.remove(entry)
 
     def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
