@@ -103,10 +103,14 @@ class Learned(Generic[E]):
         nodes = self._forest.add_all(entries)
         reuse = self._reuse
         firsts = {table: self._groups.first(table, 0) for table in {entry.table for entry in entries}}
+        shared = now  # what is equal is one object: a million of them take 32 MB
         for entry, node, age_s in zip(entries, nodes, ages_s, strict=False):
             hint = entry.hint
             node.group = self._group_of(entry, firsts[entry.table]) if hint is None else self._group(entry)
-            node.last = last = (now - age_s) // TICK_S * TICK_S if age_s > 0 else now
+            last = (now - age_s) // TICK_S * TICK_S if age_s > 0 else now
+            if last == shared:
+                last = shared
+            node.last = shared = last
             if reuse.may_watch(entry.key):
                 node.watched = reuse.came(mark_of(entry), node.group, last)
             if hint is not None:
