@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvfs.policies import Holding
+from kvfs.policies import recovering as recovering_module
 from kvfs.policies.named import NAMES, maker
 from kvfs.policies.recovering import Recovering
 
@@ -49,7 +50,12 @@ def check_leaf_first(victims: list[Item]) -> None:
             assert place[entry] < place[above], "an entry goes before what is built on it"
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovering_module, "_PIECE", 16)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 1 << 32), steps, st.sampled_from(("learned", "cost", "lru")))
 def test_at_any_time_it_goes_leaf_first_and_all_of_it_does(seed: int, what: list[str], name: str) -> None:
     rng = random.Random(seed)
