@@ -14,8 +14,11 @@ from __future__ import annotations
 import logging
 import sqlite3
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,8 +67,13 @@ _NUMBERS = """WITH RECURSIVE numbers(number) AS (
 ) SELECT number FROM numbers WHERE typeof(number) = 'integer'"""
 _HAS_KEYS = "typeof(key) = 'blob' AND length(key) = 16 AND typeof(parent) = 'blob' AND length(parent) = 16"
 _SIZES = "SELECT DISTINCT num_tokens, length FROM chunks WHERE namespace = ? LIMIT 2"
+_SOME_TIMES = "SELECT created_ns FROM chunks WHERE namespace = ? LIMIT ?"  # by key, so of any time
 _PACKED = f"""SELECT CAST(group_concat(key, '') AS BLOB), CAST(group_concat(parent, '') AS BLOB), {{packed}}
-    FROM (SELECT key, parent, {{names}} FROM chunks WHERE namespace = ? AND {_HAS_KEYS} ORDER BY created_ns, position)"""
+    FROM (SELECT key, parent, {{names}} FROM chunks WHERE namespace = ? {{part}} AND {_HAS_KEYS} ORDER BY created_ns, position)"""
+_A_PART = 65_536  # rows that are read at once, at least, and times that are looked at for each
+_MOST_PARTS = 4
+_NUM_READERS = 2
+_TIMES_A_PART = 256
 _PINS = "SELECT namespace, key, until_ns FROM pins"
 _LIMITS = "SELECT namespace, quota_bytes, max_age_ns FROM limits"
 
@@ -213,25 +221,57 @@ class Index:
         """The numbers of namespaces that chunks bear; what is no integer is none."""
         return [number for (number,) in self._connection.execute(_NUMBERS)]
 
-    def packed_chunks(self, number: int) -> PackedRows:
-        """The rows of one number as they were stored: a chain mostly stands in order, whatever went since and wherever its
-        chunks lie. What is true of `namespaces` is true of the numbers in it.
+    def packed_chunks(self, number: int, num_rows: int) -> Iterator[PackedRows]:
+        """The rows of one number, of which there are about so many, as they were stored: a chain mostly stands in order,
+        whatever went since and wherever its chunks lie. What is true of `namespaces` is true of the numbers in it.
 
         SQLite writes them one behind the other, which takes it half as long as to hand them out one by one, and nothing in
-        Python waits meanwhile. Raises sqlite3.Error, for what it cannot write so too.
+        Python waits meanwhile. Where they are many, two threads read and sort parts of them by time, each by a connection
+        of its own, while the caller looks at those before. A row without a time is in none.
+
+        Raises sqlite3.Error, for what it cannot write so too. Nothing may be written meanwhile.
         """
         size, *others = self._connection.execute(_SIZES, (number,)).fetchall()
-        names = [
-            "position",
-            "offset",
-            "created_ns",
-            "last_used_ns",
-            "hits",
-            *(("num_tokens", "length") if others else ()),
-        ]
-        query = _PACKED.format(packed=", ".join(f"group_concat({name})" for name in names), names=", ".join(names))
-        keys, parents, *numbers = self._connection.execute(query, (number,)).fetchone()
-        return PackedRows(keys or b"", parents or b"", dict(zip(names, numbers, strict=True)), None if others else size)
+        names = ["position", "offset", "created_ns", "last_used_ns", "hits"]
+        names += ["num_tokens", "length"] if others else []
+        packed = ", ".join(f"group_concat({name})" for name in names)
+
+        def read(connection: sqlite3.Connection, part: str) -> PackedRows:
+            query = _PACKED.format(packed=packed, names=", ".join(names), part=part)
+            keys, parents, *numbers = connection.execute(query, (number,)).fetchone()
+            columns = dict(zip(names, numbers, strict=True))
+            return PackedRows(keys or b"", parents or b"", columns, None if others else size)
+
+        parts = self._parts(number, num_rows)
+        if len(parts) == 1:
+            yield read(self._connection, parts[0])
+            return
+        with ExitStack() as stack:
+            idle = [stack.enter_context(closing(_connect(self.path))) for _ in range(_NUM_READERS)]
+
+            def read_beside(part: str) -> PackedRows:
+                connection = idle.pop()
+                try:
+                    return read(connection, part)
+                finally:
+                    idle.append(connection)
+
+            yield from stack.enter_context(ThreadPoolExecutor(_NUM_READERS, "kvfs-index")).map(read_beside, parts)
+
+    def _parts(self, number: int, num_rows: int) -> list[str]:
+        """Conditions that share the rows of one number, about evenly and in order of time, among some queries."""
+        num_parts = max(1, min(_MOST_PARTS, num_rows // _A_PART))
+        some = (
+            self._connection.execute(_SOME_TIMES, (number, num_parts * _TIMES_A_PART)).fetchall()
+            if num_parts > 1
+            else []
+        )
+        times = sorted(time for (time,) in some if isinstance(time, int))
+        bounds = sorted({times[len(times) * part // num_parts] for part in range(1, num_parts)}) if times else []
+        if not bounds:
+            return [""]
+        between = [f"AND created_ns >= {begin} AND created_ns < {end}" for begin, end in pairwise(bounds)]
+        return [f"AND created_ns < {bounds[0]}", *between, f"AND created_ns >= {bounds[-1]}"]
 
     def num_chunks(self, number: int) -> int:
         """How many rows of one number there are."""

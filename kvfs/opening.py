@@ -157,6 +157,7 @@ async def open_store(
                     store.settle_taken_over = takeover.settle
                     nursery.start_soon(takeover.run)
                     store.is_taking_over = True
+                nursery.start_soon(store.policy.tell_recovered)
                 yield store
             finally:
                 with trio.CancelScope(shield=True):

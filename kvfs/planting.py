@@ -50,6 +50,10 @@ def plant(table: ChunkTable, found: Iterable[Run]) -> None:
         table.prefixes.add_run(run)
 
 
+def _first_position(run: Run) -> int:
+    return run[0].position
+
+
 def by_need(tables: Iterable[Sequence[Run]]) -> tuple[list[Chunk], list[int]]:
     """The chunks of all namespaces, those first that were needed longest ago, and when each was.
 
@@ -59,7 +63,9 @@ def by_need(tables: Iterable[Sequence[Run]]) -> tuple[list[Chunk], list[int]]:
     needed_ns: list[int] = []
     for found in tables:
         below: dict[Key, int] = {}  # when the last use was of what continues a chunk
-        for run in reversed(found):
+        for run in sorted(
+            found, key=_first_position, reverse=True
+        ):  # of equal ones the first: sorting them takes no time
             since_ns = accumulate(map(_LAST_USED, reversed(run)), max, initial=below.get(run[-1].key, 0))
             needed_ns += islice(since_ns, 1, None)
             chunks += reversed(run)

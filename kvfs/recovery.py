@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_not, not_
 from typing import Any
 
 from kvfs import namespace as namespaces
@@ -36,6 +36,7 @@ from kvfs.volume import SUPERBLOCK_BYTES, aligned_buffer
 log = logging.getLogger(__name__)
 
 _NVME, _LENGTH = attrgetter("nvme"), attrgetter("length")
+_AT_ONCE = 8192  # chunks of a volume that its policy is told of before the start is over; of more, after it
 _MAX_HEADERS = 16  # that are looked at to learn whose chunks a number names
 
 
@@ -88,7 +89,7 @@ def recover(residency: Residency, contents: Sequence[Contents], now_ns: int) -> 
         plant(table, planted[-1])
     for (stripe, found), tables in zip(volumes, all_tables, strict=True):
         _recover_pins(residency, stripe, found.pins, tables)
-    _recover_order(residency.nvme, *by_need(planted), now_ns)
+    _recover_order(residency, residency.nvme, *by_need(planted), now_ns)
     _agree(residency, residency.nvme)
     if num_chunks := residency.catalog.num_chunks:
         log.info("found %d chunks in %d namespaces", num_chunks, len(residency.catalog.tables))
@@ -288,14 +289,24 @@ def _claim_extents(residency: Residency, stripe: Stripe, unclaimed: Iterable[tup
         stripe.tier.extents = PatientAllocator(*room, used, unclaimed)
 
 
-def _recover_order(nvme: Stripes, chunks: list[Chunk], needed_ns: list[int], now_ns: int) -> None:
-    """Give the policy of each volume its chunks, those first that were needed longest ago."""
+def _recover_order(residency: Residency, nvme: Stripes, chunks: list[Chunk], needed_ns: list[int], now_ns: int) -> None:
+    """Give the policy of each volume its chunks, those first that were needed longest ago; if they are many, later."""
+    pins = residency.pins
     for stripe in nvme:
         there, then_ns = chunks, needed_ns
         if len(nvme) > 1:
             is_there = [chunk.volume == stripe.number for chunk in chunks]
             there, then_ns = [*compress(chunks, is_there)], [*compress(needed_ns, is_there)]
-        stripe.tier.policy.recovered_all(there, ((now_ns - each_ns) / NS for each_ns in then_ns))
+        policy = stripe.tier.policy
+        if len(there) <= _AT_ONCE:
+            policy.recovered_all(there, ((now_ns - each_ns) / NS for each_ns in then_ns))
+            continue
+        if pins.held_bytes:
+            is_free = [not pins.is_held(chunk) for chunk in there]
+            for chunk in compress(there, map(not_, is_free)):
+                policy.insert(chunk)
+            there, then_ns = [*compress(there, is_free)], [*compress(then_ns, is_free)]
+        policy.recover_later(there, then_ns)
 
 
 def _recover_pins(residency: Residency, stripe: Stripe, rows: Iterable[PinRow], tables: dict[int, ChunkTable]) -> None:

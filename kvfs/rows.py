@@ -69,36 +69,42 @@ class ChunkColumns:
 def read_rows(index: Index) -> Iterator[ChunkColumns]:
     """The rows of all chunks in an index, namespace by namespace, as they were stored. Raises sqlite3.Error."""
     for number in index.numbers():
+        num_rows = index.num_chunks(number)
         try:
-            found = _unpacked(number, index.packed_chunks(number))
+            found = _unpacked(number, index.packed_chunks(number, num_rows))
         except (sqlite3.DataError, msgspec.MsgspecError):  # too much for one piece, or none of ours
             found = None
-        if found is None or len(found) != index.num_chunks(number):
+        if found is None or len(found) != num_rows:
             rows = index.chunks_of(number)
             found = ChunkColumns(number, [list(column) for column in zip(*rows, strict=True)][1:], are_odd=True)
         yield found
 
 
-def _unpacked(number: int, packed: PackedRows) -> ChunkColumns | None:
-    """The columns; None if some are shorter than others.
+def _unpacked(number: int, parts: Iterable[PackedRows]) -> ChunkColumns | None:
+    """The columns of all parts; None if some are shorter than others.
 
     They share what they can: a million of anything takes 32 MB, and 64 MB if it is a key.
     """
-    keys, parents = _keys(packed.keys), _keys(packed.parents)
-    found: dict[str, list[Any]] = {name: _numbers(f"[{text or ''}]") for name, text in packed.numbers.items()}
-    if packed.size is not None:
-        found["num_tokens"], found["length"] = ([value] * len(keys) for value in packed.size)
-    columns: list[list[Any]] = [keys, parents, *(found[name] for name in ChunkRow._fields[3:])]
-    if any(len(column) != len(keys) for column in columns):
-        return None
-    columns[1] = [key if key == parent else parent for key, parent in zip([None, *keys], parents, strict=False)]
+    all_columns: list[list[Any]] = [[] for _ in ChunkRow._fields[1:]]
     shared: dict[int, int] = {}
-    columns[2] = [*map(shared.setdefault, found["position"], found["position"])]
-    columns[7] = [
-        used if used != created else created
-        for used, created in zip(found["last_used_ns"], found["created_ns"], strict=True)
-    ]
-    return ChunkColumns(number, columns)
+    for packed in parts:
+        keys, parents = _keys(packed.keys), _keys(packed.parents)
+        found: dict[str, list[Any]] = {name: _numbers(f"[{text or ''}]") for name, text in packed.numbers.items()}
+        if packed.size is not None:
+            found["num_tokens"], found["length"] = ([value] * len(keys) for value in packed.size)
+        columns: list[list[Any]] = [keys, parents, *(found[name] for name in ChunkRow._fields[3:])]
+        if any(len(column) != len(keys) for column in columns):
+            return None
+        before = all_columns[0][-1:] or [None]
+        columns[1] = [key if key == parent else parent for key, parent in zip(before + keys, parents, strict=False)]
+        columns[2] = [*map(shared.setdefault, found["position"], found["position"])]
+        columns[7] = [
+            used if used != created else created
+            for used, created in zip(found["last_used_ns"], found["created_ns"], strict=True)
+        ]
+        for column, more in zip(all_columns, columns, strict=True):
+            column += more
+    return ChunkColumns(number, all_columns)
 
 
 def _keys(packed: bytes) -> list[Key]:

@@ -13,6 +13,7 @@ from typing import Generic
 
 from kvfs.policies.base import E, Entry, Policy
 from kvfs.policies.hint import HEEDED_BY_ALL
+from kvfs.policies.recovering import Recovering, recover_all
 
 _MAX_LOOKED_AT = 64
 
@@ -127,12 +128,15 @@ class Holding(Generic[E]):
 
     def recovered_all(self, entries: Sequence[E], ages_s: Iterable[float]) -> None:
         """`recovered` for each, in order; at once where the policy can do that."""
-        recovered_all = getattr(self._order, "recovered_all", None)
-        if recovered_all is None or (self.is_held is not None and any(map(self.is_held, entries))):
+        if self.is_held is not None and any(map(self.is_held, entries)):
             for entry, age_s in zip(entries, ages_s, strict=True):
                 self.recovered(entry, age_s)
         else:
-            recovered_all(entries, ages_s)
+            recover_all(self._order, entries, ages_s)
+
+    def recover_later(self, entries: Sequence[E], needed_ns: Iterable[int]) -> None:
+        """The same of so many that it takes long, none of which is held: see `Recovering`, which the caller goes on with."""
+        self._order = Recovering(self._order, entries, needed_ns)
 
     def learnt(self, name_of: Callable[[Hashable], str]) -> bytes | None:
         """See `Rememberer`; None of a policy that is none."""
@@ -176,7 +180,7 @@ class Holding(Generic[E]):
         """See `Policy`."""
         if entry in self._held:
             self._held.remove(entry)
-        elif not self._set_aside(entry):
+        elif not (self._unreachable or self._closed) or not self._set_aside(entry):
             self._order.remove(entry)
 
     def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:

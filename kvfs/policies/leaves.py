@@ -61,9 +61,7 @@ class Forest(Generic[E]):
 
     def add(self, entry: E) -> Node[E]:
         """A node for a new entry."""
-        node = self._absent.pop((entry.table, entry.key, entry.position), None) if self._absent else None
-        if node is None:
-            node = Node()
+        node = self._absent_or_new(entry) if self._absent else Node()
         node.entry = entry
         if entry.position:
             above = entry.above()
@@ -79,13 +77,14 @@ class Forest(Generic[E]):
         return node
 
     def add_all(self, entries: Sequence[E]) -> list[Node[E]]:
-        """Nodes for new entries, in their order, where no other is yet that is built on one of them.
+        """Nodes for new entries, in their order, where nothing is yet that one of them is built on.
 
         What an entry is built on mostly is the next one: that is looked at before it is looked for.
         """
-        assert not self._absent
-        parts = self.parts
-        nodes: list[Node[E]] = [Node() for _ in entries]
+        parts, absent = self.parts, self._absent
+        nodes: list[Node[E]] = (
+            [self._absent_or_new(entry) for entry in entries] if absent else [Node() for _ in entries]
+        )
         for entry, node in zip(entries, nodes, strict=True):
             node.entry = entry
             parts[hash(entry) & PART_MASK][entry] = node
@@ -100,13 +99,18 @@ class Forest(Generic[E]):
                 above = parts[hash(stored) & PART_MASK].get(stored) if stored is not None else None
                 if above is None:
                     place = (entry.table, entry.parent, entry.position - 1)
-                    above = self._absent.get(place)
+                    above = absent.get(place)
                     if above is None:
-                        above = self._absent[place] = Node()
+                        above = absent[place] = Node()
             assert above is not None
             above.num_below += 1
             node.above = above
         return nodes
+
+    def _absent_or_new(self, entry: E) -> Node[E]:
+        """The node that others are built on already, or one more."""
+        node = self._absent.pop((entry.table, entry.key, entry.position), None)
+        return Node() if node is None else node
 
     def discard(self, entry: E) -> Node[E] | None:
         """Take an entry out; returns the node that it was built on, if that is an entry and a leaf now."""

@@ -19,9 +19,7 @@ from typing import Generic, NamedTuple
 
 from kvfs.policies.base import E
 from kvfs.policies.leaves import Node
-
-Ranked = tuple[float, float, int, Node[E]]
-"""A leaf in the order of eviction: value, last use, a number that makes it unique, and who."""
+from kvfs.policies.ranking import Ranked
 
 _MAX_LOOKED_AT = (
     256  # for a stand-in, of the leaves of other namespaces that share groups, and of those that may not go

@@ -70,24 +70,42 @@ class RamTier:
         `evict` is called for the victims one after the other; it has to give their extents back. With `above`, what the
         newcomer would be built on, it gets no room where that would go next: it cannot be worth more.
         """
+        found = self.reserve_all(length, 1, may_go, evict, above)
+        return found[0] if found else None
+
+    def reserve_all(
+        self,
+        length: int,
+        count: int,
+        may_go: Callable[[Chunk], bool],
+        evict: Callable[[Chunk], None],
+        above: Chunk | None = None,
+    ) -> list[int]:
+        """`count` such extents, or as many as there is room for: victims are looked for once for all of them."""
+        found: list[int] = []
         if length > self.extents.capacity:
-            return None
-        extents = self.extents
-        offset = extents.allocate(length)
+            return found
+        allocate = self.extents.allocate
         num_asked = 1
-        while offset is None:
-            victims = list(islice(self.policy.victims(may_go), num_asked))
+        while True:
+            while len(found) < count and (offset := allocate(length)) is not None:
+                found.append(offset)
+            missing = count - len(found)
+            if not missing:
+                return found
+            victims = list(islice(self.policy.victims(may_go), max(missing, num_asked)))
             if not victims:
-                return None
+                return found
             for victim in victims:
                 if victim is above:
-                    return None
+                    return found
                 evict(victim)
-                offset = extents.allocate(length)
-                if offset is not None:
-                    break
+                while missing and (offset := allocate(length)) is not None:
+                    found.append(offset)
+                    missing -= 1
+                if not missing:
+                    return found
             num_asked = min(2 * num_asked, _VICTIMS_AT_ONCE)
-        return offset
 
     def place(self, chunk: Chunk, offset: int) -> None:
         """The extent at `offset` now holds this chunk."""

@@ -175,7 +175,7 @@ def trained(policy: Learned[Item], seed: int) -> None:
     """As if much had been learned, of whatever kind."""
     chance = random.Random(seed)
     policy._reuse.index[:] = [[chance.random() for _ in range(NUM_SPANS)] for _ in policy._reuse.index]
-    policy._forget_lowest()
+    policy._ranking.forget_lowest()
 
 
 @settings(max_examples=300, deadline=None)

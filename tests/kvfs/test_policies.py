@@ -264,15 +264,16 @@ def check_nodes(policy: Learned[Item]) -> None:
     """What a node knows of itself is so."""
     nodes = {node for part in policy._forest.parts for node in part.values()}
     below: Counter[Any] = Counter(node.above for node in nodes)
+    ranking, locks_of = policy._ranking, policy._protected._locks
     for node in nodes | {node.above for node in nodes if node.above is not None}:
-        assert node.num_below == below[node] - len(policy._locks.get(node, ()))
-        is_listed = node in policy._leaves[node.group].at.get(node.last, ())
-        assert is_listed == (node in nodes and not node.num_below)
-    assert sum(len(there) for leaves in policy._leaves for there in leaves.at.values()) <= len(nodes)
-    for above, locks in policy._locks.items():
+        assert node.num_below == below[node] - len(locks_of.get(node, ()))
+        assert ranking.has(node) == (node in nodes and not node.num_below)
+    sorted_in = [node for leaves in ranking._leaves for there in leaves.at.values() for node in there]
+    assert len({*sorted_in, ranking._latest} - {None}) == len(sorted_in) + (ranking._latest is not None) <= len(nodes)
+    for above, locks in locks_of.items():
         assert locks, "one without any is dropped"
         assert all(node in nodes and node.above is above and node.group < 0 for node in locks)
-    assert {node for node in nodes if node.group < 0} == policy._expected._places.keys()
+    assert {node for node in nodes if node.group < 0} == policy._protected._expected._places.keys()
 
 
 @pytest.mark.parametrize("name", [*NAMES])
@@ -347,7 +348,7 @@ def test_the_learned_victim_has_the_least_value() -> None:
             time.now += 3.0  # so that the lowest are sought anew
             leaves = [node for part in policy._forest.parts for node in part.values() if not node.num_below]
             victim = next(policy.victims(everything))
-            values = {node.entry: policy._value(node.group, policy._now() - node.last) for node in leaves}
+            values = {node.entry: policy._ranking.rank(node, policy._now())[0] for node in leaves}
             assert values[victim] == min(values.values())
             policy.remove(victim)
             looked_at += 1
@@ -460,7 +461,7 @@ def test_what_was_learned_goes_on_after_a_restart() -> None:
     _, before, time = play(Learned, 80, 7, 400)
     assert isinstance(before, Learned)
     deque(before._reuse.rebuild(time.now), maxlen=0)
-    before._forget_lowest()
+    before._ranking.forget_lowest()
     before._rebuilding = None
     there = list(before.victims(everything))
     learnt = before.learnt(lambda table: str(id(table)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvfs import index as index_module
 from kvfs.chunk import geometry
 from kvfs.index import FILE_NAME, Batch, ChunkRow, Index
 from kvfs.namespace import Identity, LayerRun, Namespace, TensorSpec
@@ -30,8 +31,10 @@ def row(number: int, **changes: int) -> ChunkRow:
     return base._replace(**changes)
 
 
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
+@pytest.fixture(params=["at once", "in parts"])
+def index(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    if request.param == "in parts":
+        monkeypatch.setattr(index_module, "_A_PART", 2)
     index = Index.open(tmp_path / FILE_NAME, IDENTITY)
     yield index
     index.close()
@@ -85,6 +88,15 @@ def test_rows_of_several_namespaces_and_sizes(index: Index) -> None:
     assert believed(index) == (sorted(rows), [])
 
 
+def test_rows_of_one_time_are_in_one_part_and_none_is_in_two(index: Index) -> None:
+    """Whole prompts are stored in an instant, and all of an index may be."""
+    rows = [row(number, created_ns=10**18 + number // each) for each in (7, 100) for number in range(1, 100)]
+    for those in (rows[:99], rows[99:]):
+        index.commit(Batch(put=those))
+        [found] = read_rows(index)
+        assert all_rows(found) == those
+
+
 def test_an_empty_index_has_no_rows(index: Index) -> None:
     assert list(read_rows(index)) == []
 
@@ -94,7 +106,8 @@ DAMAGE = [
     "parent = CAST(parent AS TEXT)", "parent = 2.5", "parent = x''", "position = -1", f"position = {MAX_POSITION}",
     "position = 'first'", "position = NULL", "position = 1.5", "num_tokens = 0", "num_tokens = 17", "num_tokens = x'10'",
     "offset = offset + 1", "offset = 0", "offset = -4096", f"offset = {CAPACITY}", "offset = NULL",
-    "offset = '1,2'", "length = length + 4096", "length = ''", "created_ns = 'now'", "created_ns = NULL",
+    "offset = '1,2'", "length = length + 4096", "length = ''", "created_ns = 'now'", "created_ns = NULL", "created_ns = 0.5",
+    "created_ns = x'00'",
     "last_used_ns = 1e300", "last_used_ns = x'00'", "hits = NULL", "hits = ']'", "hits = 0.5", "hits = -5", f"hits = {(1 << 63) - 1}",
     "namespace = 'one'",
     "namespace = x'01'", "namespace = 1.5",
