@@ -18,11 +18,12 @@ import trio
 
 from kvfs.kernel_reads import KernelReads
 
-MAX_UNDER_WAY = 64
+MAX_UNDER_WAY = 32
 MAX_UNDER_WAY_BYTES = 8 << 20
-"""Of one volume: enough to keep a device busy, and little for what comes next to wait behind."""
+"""Of one volume: enough to keep a device busy, and little for what comes next to wait behind. A virtual device may tell of all
+that it was given only when it is through: of 64 pieces of 128 KiB an engine heard 2 ms later than of 32."""
 
-_BEGUN_AT_ONCE = 2  # by who asks: it takes 0.05 ms each, and 0.3 ms until a thread is awake
+_BEGUN_AT_ONCE = 16  # by who asks: it takes 0.2 ms, and 0.3 ms until a thread is awake
 
 
 class Read:
@@ -140,15 +141,12 @@ class Reads(Generic[R]):
 
     def _begin(self, queue: KernelReads[R], most: int, *, may_wait: bool) -> None:
         """Begin what comes next, as far as may be under way. The caller has the lock."""
-        for _ in range(most):
-            if queue.num_under_way >= MAX_UNDER_WAY or self._num_bytes >= MAX_UNDER_WAY_BYTES:
-                return
-            read = self._next()
-            if read is None:
-                return
+        reads: list[R] = []
+        room = min(most, MAX_UNDER_WAY - queue.num_under_way)
+        while len(reads) < room and self._num_bytes < MAX_UNDER_WAY_BYTES and (read := self._next()) is not None:
             self._num_bytes += len(read.buffer)
-            if read.is_given_up() or not queue.submit(read, may_wait=may_wait):
-                self._not_queued.append(read)
+            (self._not_queued if read.is_given_up() else reads).append(read)
+        self._not_queued += queue.submit(reads, may_wait=may_wait)
 
     def _read(self, read: R) -> OSError | None:
         """By itself, in this thread; also what the queue did not read whole: this way says what is wrong."""

@@ -96,47 +96,51 @@ class _Compute:
                 hashlib.sha256(self._piece)
         return time.perf_counter() - started
 
+    def beside(self, load: Callable[[], Iterator[int]]) -> float:
+        """Seconds for all layers, each once it is there, and for the load, which says how many there are, in a thread."""
+        there = threading.Condition()
+        num_there = 0
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            nonlocal num_there
+            try:
+                for num_layers in load():
+                    with there:
+                        num_there = num_layers
+                        there.notify()
+            except BaseException as error:  # noqa: BLE001 - it is raised again below, in the thread that computes
+                failures.append(error)
+                with there:
+                    num_there = self._num_layers
+                    there.notify()
+
+        def wait_for(layer: int) -> None:
+            with there:
+                there.wait_for(lambda: num_there > layer)
+
+        started = time.perf_counter()
+        thread = threading.Thread(target=run, name="kvfs-bench-load")
+        thread.start()
+        self.run(wait_for)
+        thread.join()
+        if failures:
+            raise failures[0]
+        return time.perf_counter() - started
+
 
 def _overlapped(client: Client, prompt: rig.Prompt, ring: memoryview, compute: _Compute) -> float:
     """Seconds until all layers of a cold prompt were loaded by a thread, and each computed once it was there."""
-    geo = geometry(client.namespace, rig.TOKENS_PER_CHUNK)
-    num_layers = len(geo.layers)
-    there = threading.Condition()
-    layers = [0] * len(prompt.chains)  # of each chunk, copied
-    failures: list[BaseException] = []
+    place = rig.in_turn(client.namespace, ring)
 
-    def load() -> None:
-        try:
-            position = 0
-            loading = client.load(prompt.chains, deadline_s=60.0, stream=True)
-            if loading is None or any(found is not Tier.NVME for found in loading.sources):
-                raise UnavailableError("the chunks were not all on NVME")
-            with loading:
-                for index, first, stop in loading.parts():
-                    size = geo.bounds[stop] - geo.bounds[first]
-                    position = position if position + size <= len(ring) else 0
-                    position += loading.copy(index, ring[position : position + size], first, stop)
-                    with there:
-                        layers[index] = stop
-                        there.notify_all()
-        except BaseException as error:  # noqa: BLE001 - it is raised again below, in the thread that computes
-            failures.append(error)
-            with there:
-                layers[:] = [num_layers] * len(layers)
-                there.notify_all()
+    def load() -> Iterator[int]:
+        loading = client.load(prompt.chains, deadline_s=60.0, stream=True)
+        if loading is None or any(found is not Tier.NVME for found in loading.sources):
+            raise UnavailableError("the chunks were not all on NVME")
+        with loading:
+            yield from loading.layers(place)
 
-    def wait_for(layer: int) -> None:
-        with there:
-            there.wait_for(lambda: min(layers) > layer)
-
-    started = time.perf_counter()
-    thread = threading.Thread(target=load, name="kvfs-bench-load")
-    thread.start()
-    compute.run(wait_for)
-    thread.join()
-    if failures:
-        raise failures[0]
-    return time.perf_counter() - started
+    return compute.beside(load)
 
 
 def hits_under_writes(directory: Path, rounds: int, access: Access, progress: Progress) -> Iterator[Row]:
