@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,9 +16,9 @@ from kvfs.client import Client, Tier
 from kvfs.config import Access
 from kvfs.errors import UnavailableError
 from kvfs.tools import mounted
-from kvfs.tools.bench import rig
+from kvfs.tools.bench import limits, rig
 from kvfs.tools.bench.results import Pairs, Row
-from kvfs.tools.bench.rows import NUM_KEYS, RING_BYTES, Progress
+from kvfs.tools.bench.rows import IO_THREADS, NUM_KEYS, RING_BYTES, Progress
 
 _HIDDEN_BAR = 0.8
 _HIT_BAR = 3.0
@@ -29,10 +31,10 @@ _NUM_DIRTY = 768
 
 
 def movement(shape: rig.Shape, directory: Path, rounds: int, access: Access, progress: Progress) -> Iterator[Row]:
-    """overlap_hidden and prefetched_load for chunks of one shape.
+    """overlap_hidden, overlap_hidden_plain and prefetched_load for chunks of one shape.
 
-    overlap_hidden is the share of the smaller of a cold load and a computation that a layer-wise load hides. RAM holds
-    one prompt: loading one makes the others cold, and half of one may be prefetched.
+    overlap_hidden is the share of the smaller of a cold load and a computation that a layer-wise load hides;
+    overlap_hidden_plain is what reads of a file hide beside the same, without kvfs, a copy or a checksum. RAM holds one prompt: loading one makes the others cold, and half of one may be prefetched.
     """
     namespace = shape.namespace
     payload = NUM_KEYS * shape.chunk_bytes
@@ -41,8 +43,10 @@ def movement(shape: rig.Shape, directory: Path, rounds: int, access: Access, pro
     first, second, third = (rig.Prompt.random(namespace, NUM_KEYS, seed) for seed in (1, 2, 3))
     prefetched = third.chains[: NUM_KEYS // 2]
     pairs = Pairs()
+    raw = limits.RawFile(directory / "raw", payload, IO_THREADS)
+    raw.write(source, shape.chunk_bytes)
     settings = rig.settings(directory, f"m{shape.chunk_bytes}", whole, 4 * whole + (8 << 20), access, "lru")
-    with rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
+    with contextlib.closing(raw), rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
         client.attach()
         client.window_bytes()
         for prompt in (first, second, third):
@@ -53,22 +57,34 @@ def movement(shape: rig.Shape, directory: Path, rounds: int, access: Access, pro
             rig.load(client, prompt.chains, ring, Tier.NVME) for prompt in (first, second, first, second)
         )
         compute.calibrate(cold_s)
+
+        def read_plain() -> Iterator[int]:
+            return raw.layers(ring, shape.chunk_bytes, shape.num_layers, NUM_KEYS)
+
         for number in range(rounds):
             progress(f"chunks of {shape.chunk_bytes >> 20} MiB: overlap and prefetch, round {number + 1} of {rounds}")
             pairs.add("alone", alone := rig.load(client, first.chains, ring, Tier.NVME))
             pairs.add("computed", computed := compute.run(lambda _: None))
             pairs.add("overlapped", overlapped := _overlapped(client, second, ring, compute))
             pairs.add("hidden", (alone + computed - overlapped) / min(alone, computed))
+            pairs.add("plain", plain := _seconds(read_plain))
+            pairs.add("hidden_plain", (plain + computed - compute.beside(read_plain)) / min(plain, computed))
             client.prefetch(prefetched)
             time.sleep(_QUEUE_TIMES * cold_s)
             pairs.add("prefetched_load", rig.load(client, prefetched, ring, Tier.RAM))
             time.sleep(_QUEUE_TIMES * cold_s)  # the same pause: to wake up takes the daemon 0.4 ms
             pairs.add("ram_hit", rig.load(client, prefetched, ring, Tier.RAM))
-    hidden = pairs.median("hidden")
-    yield Row(
-        "overlap_hidden", shape.chunk_bytes, "bar", _HIDDEN_BAR, round(hidden / _HIDDEN_BAR, 3), share=round(hidden, 3)
-    )
+    for name in ("hidden", "hidden_plain"):
+        share = pairs.median(name)
+        ratio = round(share / _HIDDEN_BAR, 3)
+        yield Row(f"overlap_{name}", shape.chunk_bytes, "bar", _HIDDEN_BAR, ratio, share=round(share, 3))
     yield pairs.speed("prefetched_load", "ram_hit", payload // 2, shape.chunk_bytes)
+
+
+def _seconds(load: Callable[[], Iterator[int]]) -> float:
+    started = time.perf_counter()
+    deque(load(), maxlen=0)
+    return time.perf_counter() - started
 
 
 class _Compute:
