@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 from kvfs.addresses import address_of
 from kvfs.helping import for_each
@@ -37,7 +37,8 @@ def memcpy(source: memoryview, target: memoryview, piece_bytes: int, num_threads
     return time.perf_counter() - started
 
 
-class _Read(NamedTuple):
+@dataclass(slots=True)
+class _Read:
     buffer: memoryview
     offset: int
 
