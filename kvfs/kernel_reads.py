@@ -14,6 +14,7 @@ import errno
 import os
 import platform
 import struct
+from collections.abc import Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # io_setup, io_destroy, io_getevents, io_submit
@@ -23,6 +24,7 @@ _PREAD = 0
 _NOWAIT = 8  # RWF_NOWAIT
 _ONE = ctypes.c_long(1)
 _MOST_SPARE = 8
+_MOST_AT_ONCE = 16  # begun by one call: the device is told of them together, and idles until then
 _spare: dict[int, list[ctypes.c_ulong]] = {}
 """Contexts of the kernel that nobody uses, by how many reads they take: to end one takes the kernel 35 ms."""
 os.register_at_fork(after_in_child=_spare.clear)  # they belong to their process
@@ -52,8 +54,10 @@ class KernelReads(Generic[R]):
         self._call = ctypes.CDLL(None, use_errno=True).syscall
         self._under_way: dict[int, R] = {}
         self._last = 0
-        self._block = ctypes.create_string_buffer(_IOCB.size)
-        self._blocks = ctypes.byref(ctypes.c_void_p(ctypes.addressof(self._block)))
+        self._blocks = ctypes.create_string_buffer(_IOCB.size * _MOST_AT_ONCE)
+        base = ctypes.addressof(self._blocks)
+        places = range(base, base + _IOCB.size * _MOST_AT_ONCE, _IOCB.size)
+        self._pointers = (ctypes.c_void_p * _MOST_AT_ONCE)(*places)
         self._events = ctypes.create_string_buffer(_EVENT.size * max_under_way)
         try:
             self._context = _spare[max_under_way].pop()
@@ -67,22 +71,35 @@ class KernelReads(Generic[R]):
         """Reads that were begun and have not been collected."""
         return len(self._under_way)
 
-    def submit(self, read: R, *, may_wait: bool) -> bool:
-        """Begin to read; returns whether it has begun. Call it for no more at once than were said.
+    def submit(self, reads: Sequence[R], *, may_wait: bool) -> list[R]:
+        """Begin to read these, the first first; returns those that the kernel does not take. Give it no more than were said.
 
-        Unless it may wait, for a lock on the file or room in the device's queue, it ends with EAGAIN where it had to. One
-        at a time: of neighbours that it is given at once the kernel makes one read, and they all end with the last.
+        Unless it may wait, for a lock on the file or room in the device's queue, a read ends with EAGAIN where it had to.
         """
-        flags = 0 if may_wait else _NOWAIT
-        self._last = number = self._last + 1
-        address = ctypes.addressof(ctypes.c_char.from_buffer(read.buffer))
-        size = len(read.buffer)
-        _IOCB.pack_into(self._block, 0, number, 0, flags, _PREAD, 0, self._fd, address, size, read.offset, 0, 0, 0)
-        self._under_way[number] = read
-        if self._call(self._submit, self._context, _ONE, self._blocks) == 1:
-            return True
-        del self._under_way[number]
-        return False
+        refused: list[R] = []
+        for group in _apart(reads):
+            while group:
+                count = self._submit_at_once(group, 0 if may_wait else _NOWAIT)
+                refused += group[count : count + 1]
+                group = group[count + 1 :]
+        return refused
+
+    def _submit_at_once(self, reads: Sequence[R], flags: int) -> int:
+        """How many of these, from the first on, have begun."""
+        first = self._last + 1
+        for place, read in enumerate(reads):
+            self._last = number = self._last + 1
+            address = ctypes.addressof(ctypes.c_char.from_buffer(read.buffer))
+            size = len(read.buffer)
+            at = place * _IOCB.size
+            _IOCB.pack_into(
+                self._blocks, at, number, 0, flags, _PREAD, 0, self._fd, address, size, read.offset, 0, 0, 0
+            )
+            self._under_way[number] = read  # before it begins: another thread may collect it at once
+        count = max(0, int(self._call(self._submit, self._context, ctypes.c_long(len(reads)), self._pointers)))
+        for number in range(first + count, first + len(reads)):
+            del self._under_way[number]
+        return count
 
     def wait(self) -> list[tuple[R, int]]:
         """Reads that have ended, at least one, each with its bytes, or a negative errno. Something must be under way."""
@@ -104,6 +121,22 @@ class KernelReads(Generic[R]):
             self._call(self._destroy, self._context)
         else:
             spare.append(self._context)
+
+
+def _apart(reads: Sequence[R]) -> Iterator[Sequence[R]]:
+    """A few at a time, none of which begins where another ends: of neighbours the kernel makes one read, and they all end
+    with the last.
+    """
+    group: list[R] = []
+    ends: set[int] = set()
+    for read in reads:
+        if read.offset in ends or len(group) == _MOST_AT_ONCE:
+            yield group
+            group, ends = [], set()
+        group.append(read)
+        ends.add(read.offset + len(read.buffer))
+    if group:
+        yield group
 
 
 def _error() -> OSError:

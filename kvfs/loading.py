@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -296,6 +297,23 @@ class Load:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def layers(self, place: Callable[[int, int, int], memoryview]) -> Iterator[int]:
+        """Copy every stored chunk as it arrives, verified, and say below which layer all are there, each time that it rises.
+
+        For an engine that computes with the first layers meanwhile. `place` is as for `copy_all`; raises as `copy` does.
+        """
+        num_chunks = Counter({0: sum(source is not Tier.NONE for source in self.sources)})  # that have so many layers
+        told = 0
+        for index, first, stop in self.parts():
+            self.copy(index, place(index, first, stop), first, stop)
+            num_chunks[first] -= 1
+            num_chunks[stop] += 1
+            if not num_chunks[first]:
+                del num_chunks[first]
+                if min(num_chunks) > told:
+                    told = min(num_chunks)
+                    yield told
 
 
 def _read_to_the_end(fd: int, buffer: memoryview, offset: int) -> None:

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 _MOST_UNDER_WAY = 2
 """Pieces of one chunk: devices serve all at once, and end them at once, and there would be nothing to copy meanwhile."""
 
+_JUDGED_AT_ONCE = 16
+"""Pieces, before they are told of: clients copy these while the next are judged."""
+
 
 class Promotion:
     """One chunk on its way into RAM.
@@ -54,17 +57,22 @@ class Promotion:
         self.judge = Judge(chunk, buffer, pieces)
         self._is_there = [False] * len(self.pieces)
         self._next_piece = 0
-        self._changed = trio.Event()
+        self._changed: trio.Event | None = None  # if anybody waits for it
 
     async def wait_for_layers(self, layers: int) -> None:
         """Return when so many layers are there, or the promotion failed."""
         while self.layers < layers and self.error is None:
-            await self._changed.wait()
+            await self._change()
 
     async def wait_for_end(self) -> None:
         """Return when every piece was read, or given up."""
         while self.num_left:
-            await self._changed.wait()
+            await self._change()
+
+    async def _change(self) -> None:
+        if self._changed is None:
+            self._changed = trio.Event()
+        await self._changed.wait()
 
     def arrived(self, number: int) -> None:
         """A piece is there and verified."""
@@ -75,8 +83,9 @@ class Promotion:
 
     def notify(self) -> None:
         """Wake whoever waits."""
-        self._changed.set()
-        self._changed = trio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
         for watcher in self.watchers:
             watcher(self)
 
@@ -192,13 +201,14 @@ class Promoter:
 
     def _were_read(self, ended: list[tuple[_PieceRead, OSError | None]]) -> None:
         """In a thread of the volume: judge what was read, and say so to the loop."""
-        judged = [
-            (read.promotion, number, wrong)
-            for read, error in ended
-            for number, wrong in read.promotion.judge.hear(read.number, error)
-        ]
-        if judged:
-            self._token.run_sync_soon(self._pieces_ended, judged)
+        for begin in range(0, len(ended), _JUDGED_AT_ONCE):
+            judged = [
+                (read.promotion, number, wrong)
+                for read, error in ended[begin : begin + _JUDGED_AT_ONCE]
+                for number, wrong in read.promotion.judge.hear(read.number, error)
+            ]
+            if judged:
+                self._token.run_sync_soon(self._pieces_ended, judged)
 
     def _pieces_ended(self, judged: list[tuple[Promotion, int, KvfsError | None]]) -> None:
         for promotion, number, error in judged:

@@ -15,6 +15,9 @@ from kvfs.promotion import Promotion
 _GATHER_A_CHUNK_S = 0.00001
 """For each chunk of a load, how long arrivals are gathered for one message. Of a few they are told at once: after half a
 millisecond the last piece of a chunk of 3 MiB was there before the first had been copied."""
+_ENOUGH = 4
+"""Pieces of so many parts of all chunks are told of at once: devices end many together, and a timer would add a millisecond
+to each layer that an engine waits for."""
 
 
 class Watch:
@@ -24,28 +27,33 @@ class Watch:
         self._promotions = set(promotions)
         self._gather_s = _GATHER_A_CHUNK_S * len(promotions)
         self._open = {promotion for promotion in self._promotions if promotion.num_left}
-        self._news, self._all = trio.Event(), trio.Event()
+        self._news, self._enough = trio.Event(), trio.Event()
+        self._num_enough = -(-len(self._promotions) // _ENOUGH)
+        self._num_ended = 0  # since the last time
         for promotion in self._promotions:
             promotion.watchers.add(self._ended)
         self._news.set()
-        if not self._open:
-            self._all.set()
+        self._look()
 
     def _ended(self, promotion: Promotion) -> None:
-        self._news.set()
+        self._num_ended += 1
         if not promotion.num_left:
             self._open.discard(promotion)
-            if not self._open:
-                self._all.set()
+        self._news.set()
+        self._look()
+
+    def _look(self) -> None:
+        if self._num_ended >= self._num_enough or not self._open:
+            self._enough.set()
 
     async def wait(self) -> None:
         """Return a little after something happened since the last time, or when nothing is left to happen."""
         await self._news.wait()
         with trio.move_on_after(self._gather_s):
-            await self._all.wait()
-        self._news = trio.Event()
-        if self._all.is_set():
-            self._news.set()
+            await self._enough.wait()
+        self._num_ended = 0
+        if self._open:
+            self._news, self._enough = trio.Event(), trio.Event()
 
     def close(self) -> None:
         """Stop watching."""

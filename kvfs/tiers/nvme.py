@@ -22,10 +22,14 @@ from kvfs.kernel_reads import KernelReads
 from kvfs.policies import Holding, Policy
 from kvfs.volume import SUPERBLOCK_BYTES
 
-_MIN_SLICE_BYTES = 256 << 10
+_MIN_CUT_BYTES = 320 << 10  # a file up to so long is read at once
+_MIN_FIRST_BYTES = 64 << 10
+_MIN_SLICE_BYTES = 128 << 10
 _MAX_SLICE_BYTES = 2 << 20
+_FIRST_TOGETHER_BYTES = 4 << 20
 _MIN_TOGETHER_BYTES = 1 << 20
 _NUM_SLICES = 8
+_MOST_TOGETHER = _FIRST_TOGETHER_BYTES // _MIN_FIRST_BYTES  # of more chunks the pieces are as of so many
 _MAX_REMEMBERED = 1024
 _VICTIMS_AT_ONCE = 64
 _TIMES_WANTED = 4  # so much room is made at once: commits are not free
@@ -44,25 +48,27 @@ class Slice:
 def slices(geo: chunk_format.Geometry, num_chunks: int = 1) -> Iterator[Slice]:
     """The pieces of a chunk file, in order, if so many are read together: whole layers, cut at multiples of 4096.
 
-    All pieces of one number are read before the next, and then an engine can go on with their layers: so there are about
-    eight, as far as a MiB is read in between (telling of it takes as long as reading half of one), and none is larger
-    than 2 MiB.
+    All pieces of one number are read before the next, and then an engine can go on with their layers. A computation that
+    takes as long as the load ends later than it by what is waited for first and what comes at once: so there are about
+    eight pieces, the first ones small (64 chunks of 1 MiB in 16 layers: 1, 1, 2, 2, … layers), as far as a MiB is read in
+    between (telling of it takes as long as reading half of one), and none is larger than 2 MiB.
 
     An os_page that holds the end of one piece and the begin of the next is in both: pieces are read side by side, and
     each has all bytes that its layers are judged by, but for the header.
     """
     least = max(_MIN_SLICE_BYTES, _MIN_TOGETHER_BYTES // num_chunks)
-    if geo.file_bytes <= least * 5 // 4:
+    if geo.file_bytes <= max(_MIN_CUT_BYTES, least * 5 // 4):
         yield Slice(0, geo.file_bytes, 0, len(geo.layers))
         return
     most = max(least, min(_MAX_SLICE_BYTES, geo.payload_bytes // _NUM_SLICES))
+    least_first = min(most // 2, max(_MIN_FIRST_BYTES, _FIRST_TOGETHER_BYTES // num_chunks))
     begin = first = 0
     for layer in range(len(geo.layers)):
         end = geo.layer_range(layer)[1]
         is_last = layer == len(geo.layers) - 1
         left = geo.file_bytes - begin
-        wanted = max(_MIN_SLICE_BYTES, min(most, max(least // 2, left // 3)) if begin else most // 2)
-        if (end - begin >= wanted and geo.file_bytes - end >= _MIN_SLICE_BYTES // 2) or is_last:
+        wanted = min(most, max(least_first, min(begin // 2, max(least, left // 3))))
+        if (end - begin >= wanted and geo.file_bytes - end >= least // 2) or is_last:
             stop = geo.file_bytes if is_last else chunk_format.align(end)
             yield Slice(begin, stop, first, layer + 1)
             begin, first = end - end % chunk_format.ALIGNMENT, layer + 1
@@ -114,7 +120,7 @@ class NvmeTier:
 
     def pieces(self, chunk: Chunk, num_chunks: int) -> tuple[Slice, ...]:
         """How a chunk is read, beside so many; see `slices`."""
-        which = (chunk.table, chunk.num_tokens, min(num_chunks, _MIN_TOGETHER_BYTES // _MIN_SLICE_BYTES))
+        which = (chunk.table, chunk.num_tokens, min(num_chunks, _MOST_TOGETHER))
         known = self._pieces.get(which)
         if known is None:
             if len(self._pieces) >= _MAX_REMEMBERED:

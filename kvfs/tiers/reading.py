@@ -18,11 +18,13 @@ import trio
 
 from kvfs.kernel_reads import KernelReads
 
-MAX_UNDER_WAY = 64
+MAX_UNDER_WAY = 32
 MAX_UNDER_WAY_BYTES = 8 << 20
-"""Of one volume: enough to keep a device busy, and little for what comes next to wait behind."""
+"""Of one volume: enough to keep a device busy, and little for what comes next to wait behind. A virtual device may tell of all
+that it was given only when it is through: of 64 pieces of 128 KiB an engine heard 2 ms later than of 32."""
 
-_BEGUN_AT_ONCE = 2  # by who asks: it takes 0.05 ms each, and 0.3 ms until a thread is awake
+_BEGUN_AT_ONCE, _BEGUN_AT_ONCE_BYTES = 16, 2 << 20
+"""By who asks: it takes 0.2 ms, and 0.3 ms until a thread is awake."""
 
 
 class Read:
@@ -83,7 +85,7 @@ class Reads(Generic[R]):
             num_threads = self._num_idle if self._queue is None else min(self._num_idle, 1)
             self._num_idle -= num_threads
             if self._queue is not None:
-                self._begin(self._queue, _BEGUN_AT_ONCE, may_wait=False)
+                self._begin(self._queue, _BEGUN_AT_ONCE, _BEGUN_AT_ONCE_BYTES, may_wait=False)
         token = trio.lowlevel.current_trio_token()
         for _ in range(num_threads):
             trio.lowlevel.start_thread_soon(partial(self._work, token), lambda _: None, "kvfs-read")
@@ -130,7 +132,7 @@ class Reads(Generic[R]):
                 for read in [*(read for read, _ in collected), *not_queued]:
                     self._num_bytes -= len(read.buffer)
                     _end(read)
-                self._begin(queue, MAX_UNDER_WAY, may_wait=True)
+                self._begin(queue, MAX_UNDER_WAY, MAX_UNDER_WAY_BYTES, may_wait=True)
                 if not (collected or not_queued or queue.num_under_way or self._not_queued):
                     self._num_idle += 1
                     return
@@ -138,17 +140,14 @@ class Reads(Generic[R]):
             ended += [(read, None if n == len(read.buffer) else self._read(read)) for read, n in collected]
             self._tell(ended)
 
-    def _begin(self, queue: KernelReads[R], most: int, *, may_wait: bool) -> None:
-        """Begin what comes next, as far as may be under way. The caller has the lock."""
-        for _ in range(most):
-            if queue.num_under_way >= MAX_UNDER_WAY or self._num_bytes >= MAX_UNDER_WAY_BYTES:
-                return
-            read = self._next()
-            if read is None:
-                return
+    def _begin(self, queue: KernelReads[R], most: int, most_bytes: int, *, may_wait: bool) -> None:
+        """Begin so many of what comes next, as far as they may be under way. The caller has the lock."""
+        reads: list[R] = []
+        room = min(most, MAX_UNDER_WAY - queue.num_under_way)
+        while len(reads) < room and self._num_bytes < most_bytes and (read := self._next()) is not None:
             self._num_bytes += len(read.buffer)
-            if read.is_given_up() or not queue.submit(read, may_wait=may_wait):
-                self._not_queued.append(read)
+            (self._not_queued if read.is_given_up() else reads).append(read)
+        self._not_queued += queue.submit(reads, may_wait=may_wait)
 
     def _read(self, read: R) -> OSError | None:
         """By itself, in this thread; also what the queue did not read whole: this way says what is wrong."""

@@ -172,6 +172,60 @@ async def test_wrong_bytes_are_found_while_all_are_copied(tmp_path: Path, num_he
         assert set(table.chunks) == {chain.keys[i] for i in (0, 1, 3)}
 
 
+async def test_layer_by_layer(tmp_path: Path) -> None:
+    """What is said to be there of all chunks is there, and right: cold, in steps; warm, at once; of what is not stored nothing."""
+    namespace = sized_namespace(2 << 20, num_layers=8)
+    chain, longer = chain_of(namespace, 5), chain_of(namespace, 6)
+    async with running(tmp_path, namespace) as (store, table):
+        await store_chain(store, table, chain)
+        assert await store.flush()
+    geo = geometry(namespace, 16)
+
+    def load(client: Client, wanted: KeyChain) -> tuple[set[Tier], list[int]]:
+        target = memoryview(bytearray(len(wanted.chains) * geo.payload_bytes))
+        loading = client.load(wanted.chains, stream=True)
+        assert loading is not None
+        steps = []
+        with loading:
+
+            def place(index: int, first: int, stop: int) -> memoryview:
+                begin = index * geo.payload_bytes
+                return target[begin + geo.bounds[first] : begin + geo.bounds[stop]]
+
+            for num_layers in loading.layers(place):
+                steps.append(num_layers)
+                for index in range(5):
+                    begin, size = index * geo.payload_bytes, geo.bounds[num_layers]
+                    assert target[begin : begin + size] == payload_of(chain.chains[index], geo)[:size]
+            return set(loading.sources[:5]), steps
+
+    async with running(tmp_path, namespace):
+        with client_of(tmp_path, namespace) as client:
+            tiers, steps = await in_thread(load, client, longer)
+            assert (tiers, steps[-1]) == ({Tier.NVME}, 8)
+            assert steps == sorted(set(steps))
+            assert await in_thread(load, client, longer) == ({Tier.RAM}, [8])
+
+
+@pytest.mark.expect_log("is corrupt and was dropped")
+async def test_layer_by_layer_up_to_wrong_bytes(tmp_path: Path) -> None:
+    """A chunk that is wrong ends it: nothing is said of a layer that one chunk lacks."""
+    chain = chain_of(LONG, 4)
+    async with running(tmp_path, LONG) as (store, table):
+        await store_chain(store, table, chain)
+        store.arena.view[table.chunks[chain.keys[2]].ram + geometry(LONG, 16).layer_range(1)[0]] ^= 1
+        target = memoryview(bytearray(geometry(LONG, 16).payload_bytes))
+
+        def load(client: Client) -> list[int]:
+            with client.load(chain.chains) as loading:  # type: ignore[union-attr]
+                return list(loading.layers(lambda *_: target))
+
+        with client_of(tmp_path, LONG) as client:
+            with pytest.raises(CorruptChunk):
+                await in_thread(load, client)
+            await eventually(lambda: chain.keys[2] not in table.chunks)
+
+
 @pytest.mark.expect_log("could not be read")
 async def test_parts_of_a_chunk_that_cannot_be_read(tmp_path: Path) -> None:
     """EIO under one chunk: its part comes too, and its copy raises; the parts of the others are right."""

@@ -45,7 +45,7 @@ def test_every_read_comes_back_with_its_bytes(fd: int, may_wait: bool) -> None:
     queue: KernelReads[_Read] = KernelReads(fd, NUM_BLOCKS)
     try:
         reads = [_Read(aligned_buffer(BLOCK), number * BLOCK) for number in reversed(range(NUM_BLOCKS))]
-        assert all(queue.submit(read, may_wait=may_wait) for read in reads)
+        assert queue.submit(reads, may_wait=may_wait) == []
         assert queue.num_under_way == NUM_BLOCKS
         ended = collect(queue)
     finally:
@@ -59,10 +59,26 @@ def test_a_read_across_the_end_says_how_far_it_came(fd: int) -> None:
     queue: KernelReads[_Read] = KernelReads(fd, 2)
     try:
         for offset in ((NUM_BLOCKS - 1) * BLOCK, NUM_BLOCKS * BLOCK):
-            assert queue.submit(_Read(aligned_buffer(2 * BLOCK), offset), may_wait=True)
+            assert queue.submit([_Read(aligned_buffer(2 * BLOCK), offset)], may_wait=True) == []
         assert {read.offset // BLOCK: count for read, count in collect(queue)} == {NUM_BLOCKS - 1: BLOCK, NUM_BLOCKS: 0}
     finally:
         queue.close()
+
+
+def test_one_that_cannot_begin_keeps_none_of_the_others_from_it(fd: int) -> None:
+    """It is given back; those behind it begin."""
+    queue: KernelReads[_Read] = KernelReads(fd, NUM_BLOCKS)
+    try:
+        reads = [_Read(aligned_buffer(BLOCK), number * 2 * BLOCK) for number in range(8)]
+        reads[3] = _Read(aligned_buffer(BLOCK), -BLOCK)
+        assert queue.submit(reads, may_wait=True) == [reads[3]]
+        assert queue.num_under_way == 7
+        ended = collect(queue)
+    finally:
+        queue.close()
+    assert sorted(read.offset for read, count in ended if count == BLOCK) == [
+        read.offset for number, read in enumerate(reads) if number != 3
+    ]
 
 
 def test_what_cannot_begin_is_not_under_way(tmp_path: Path) -> None:
@@ -70,7 +86,8 @@ def test_what_cannot_begin_is_not_under_way(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         queue: KernelReads[_Read] = KernelReads(fd, 2)
-        assert not queue.submit(_Read(aligned_buffer(BLOCK), 0), may_wait=True)
+        reads = [_Read(aligned_buffer(BLOCK), 0), _Read(aligned_buffer(BLOCK), 2 * BLOCK)]
+        assert queue.submit(reads, may_wait=True) == reads
         assert queue.num_under_way == 0
         queue.close()
     finally:
@@ -101,7 +118,7 @@ def test_what_the_kernel_has_for_one_queue_serves_the_next(fd: int) -> None:
         queues = [KernelReads[_Read](fd, 4) for _ in range(num_queues)]
         for number, queue in enumerate(queues):
             read = _Read(aligned_buffer(BLOCK), number * BLOCK)
-            assert queue.submit(read, may_wait=True)
+            assert queue.submit([read], may_wait=True) == []
             assert collect(queue) == [(read, BLOCK)]
             assert bytes(read.buffer) == bytes([number]) * BLOCK
         for queue in queues:

@@ -18,7 +18,7 @@ from kvfs.tiers.reading import MAX_UNDER_WAY, Read, Reads
 from kvfs.volume import Volume, aligned_buffer
 
 BLOCK = 4096
-NUM_READS = 2 * MAX_UNDER_WAY
+NUM_READS = 4 * MAX_UNDER_WAY
 Told = list[tuple[Read, OSError | None]]
 
 

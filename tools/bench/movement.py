@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,9 +16,9 @@ from kvfs.client import Client, Tier
 from kvfs.config import Access
 from kvfs.errors import UnavailableError
 from kvfs.tools import mounted
-from kvfs.tools.bench import rig
+from kvfs.tools.bench import limits, rig
 from kvfs.tools.bench.results import Pairs, Row
-from kvfs.tools.bench.rows import NUM_KEYS, RING_BYTES, Progress
+from kvfs.tools.bench.rows import IO_THREADS, NUM_KEYS, RING_BYTES, Progress
 
 _HIDDEN_BAR = 0.8
 _HIT_BAR = 3.0
@@ -29,10 +31,10 @@ _NUM_DIRTY = 768
 
 
 def movement(shape: rig.Shape, directory: Path, rounds: int, access: Access, progress: Progress) -> Iterator[Row]:
-    """overlap_hidden and prefetched_load for chunks of one shape.
+    """overlap_hidden, overlap_hidden_plain and prefetched_load for chunks of one shape.
 
-    overlap_hidden is the share of the smaller of a cold load and a computation that a layer-wise load hides. RAM holds
-    one prompt: loading one makes the others cold, and half of one may be prefetched.
+    overlap_hidden is the share of the smaller of a cold load and a computation that a layer-wise load hides;
+    overlap_hidden_plain is what reads of a file hide beside the same, without kvfs, a copy or a checksum. RAM holds one prompt: loading one makes the others cold, and half of one may be prefetched.
     """
     namespace = shape.namespace
     payload = NUM_KEYS * shape.chunk_bytes
@@ -41,8 +43,10 @@ def movement(shape: rig.Shape, directory: Path, rounds: int, access: Access, pro
     first, second, third = (rig.Prompt.random(namespace, NUM_KEYS, seed) for seed in (1, 2, 3))
     prefetched = third.chains[: NUM_KEYS // 2]
     pairs = Pairs()
+    raw = limits.RawFile(directory / "raw", payload, IO_THREADS)
+    raw.write(source, shape.chunk_bytes)
     settings = rig.settings(directory, f"m{shape.chunk_bytes}", whole, 4 * whole + (8 << 20), access, "lru")
-    with rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
+    with contextlib.closing(raw), rig.Daemon(settings) as daemon, rig.client(daemon, namespace) as client:
         client.attach()
         client.window_bytes()
         for prompt in (first, second, third):
@@ -53,22 +57,34 @@ def movement(shape: rig.Shape, directory: Path, rounds: int, access: Access, pro
             rig.load(client, prompt.chains, ring, Tier.NVME) for prompt in (first, second, first, second)
         )
         compute.calibrate(cold_s)
+
+        def read_plain() -> Iterator[int]:
+            return raw.layers(ring, shape.chunk_bytes, shape.num_layers, NUM_KEYS)
+
         for number in range(rounds):
             progress(f"chunks of {shape.chunk_bytes >> 20} MiB: overlap and prefetch, round {number + 1} of {rounds}")
             pairs.add("alone", alone := rig.load(client, first.chains, ring, Tier.NVME))
             pairs.add("computed", computed := compute.run(lambda _: None))
             pairs.add("overlapped", overlapped := _overlapped(client, second, ring, compute))
             pairs.add("hidden", (alone + computed - overlapped) / min(alone, computed))
+            pairs.add("plain", plain := _seconds(read_plain))
+            pairs.add("hidden_plain", (plain + computed - compute.beside(read_plain)) / min(plain, computed))
             client.prefetch(prefetched)
             time.sleep(_QUEUE_TIMES * cold_s)
             pairs.add("prefetched_load", rig.load(client, prefetched, ring, Tier.RAM))
             time.sleep(_QUEUE_TIMES * cold_s)  # the same pause: to wake up takes the daemon 0.4 ms
             pairs.add("ram_hit", rig.load(client, prefetched, ring, Tier.RAM))
-    hidden = pairs.median("hidden")
-    yield Row(
-        "overlap_hidden", shape.chunk_bytes, "bar", _HIDDEN_BAR, round(hidden / _HIDDEN_BAR, 3), share=round(hidden, 3)
-    )
+    for name in ("hidden", "hidden_plain"):
+        share = pairs.median(name)
+        ratio = round(share / _HIDDEN_BAR, 3)
+        yield Row(f"overlap_{name}", shape.chunk_bytes, "bar", _HIDDEN_BAR, ratio, share=round(share, 3))
     yield pairs.speed("prefetched_load", "ram_hit", payload // 2, shape.chunk_bytes)
+
+
+def _seconds(load: Callable[[], Iterator[int]]) -> float:
+    started = time.perf_counter()
+    deque(load(), maxlen=0)
+    return time.perf_counter() - started
 
 
 class _Compute:
@@ -96,47 +112,51 @@ class _Compute:
                 hashlib.sha256(self._piece)
         return time.perf_counter() - started
 
+    def beside(self, load: Callable[[], Iterator[int]]) -> float:
+        """Seconds for all layers, each once it is there, and for the load, which says how many there are, in a thread."""
+        there = threading.Condition()
+        num_there = 0
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            nonlocal num_there
+            try:
+                for num_layers in load():
+                    with there:
+                        num_there = num_layers
+                        there.notify()
+            except BaseException as error:  # noqa: BLE001 - it is raised again below, in the thread that computes
+                failures.append(error)
+                with there:
+                    num_there = self._num_layers
+                    there.notify()
+
+        def wait_for(layer: int) -> None:
+            with there:
+                there.wait_for(lambda: num_there > layer)
+
+        started = time.perf_counter()
+        thread = threading.Thread(target=run, name="kvfs-bench-load")
+        thread.start()
+        self.run(wait_for)
+        thread.join()
+        if failures:
+            raise failures[0]
+        return time.perf_counter() - started
+
 
 def _overlapped(client: Client, prompt: rig.Prompt, ring: memoryview, compute: _Compute) -> float:
     """Seconds until all layers of a cold prompt were loaded by a thread, and each computed once it was there."""
-    geo = geometry(client.namespace, rig.TOKENS_PER_CHUNK)
-    num_layers = len(geo.layers)
-    there = threading.Condition()
-    layers = [0] * len(prompt.chains)  # of each chunk, copied
-    failures: list[BaseException] = []
+    place = rig.in_turn(client.namespace, ring)
 
-    def load() -> None:
-        try:
-            position = 0
-            loading = client.load(prompt.chains, deadline_s=60.0, stream=True)
-            if loading is None or any(found is not Tier.NVME for found in loading.sources):
-                raise UnavailableError("the chunks were not all on NVME")
-            with loading:
-                for index, first, stop in loading.parts():
-                    size = geo.bounds[stop] - geo.bounds[first]
-                    position = position if position + size <= len(ring) else 0
-                    position += loading.copy(index, ring[position : position + size], first, stop)
-                    with there:
-                        layers[index] = stop
-                        there.notify_all()
-        except BaseException as error:  # noqa: BLE001 - it is raised again below, in the thread that computes
-            failures.append(error)
-            with there:
-                layers[:] = [num_layers] * len(layers)
-                there.notify_all()
+    def load() -> Iterator[int]:
+        loading = client.load(prompt.chains, deadline_s=60.0, stream=True)
+        if loading is None or any(found is not Tier.NVME for found in loading.sources):
+            raise UnavailableError("the chunks were not all on NVME")
+        with loading:
+            yield from loading.layers(place)
 
-    def wait_for(layer: int) -> None:
-        with there:
-            there.wait_for(lambda: min(layers) > layer)
-
-    started = time.perf_counter()
-    thread = threading.Thread(target=load, name="kvfs-bench-load")
-    thread.start()
-    compute.run(wait_for)
-    thread.join()
-    if failures:
-        raise failures[0]
-    return time.perf_counter() - started
+    return compute.beside(load)
 
 
 def hits_under_writes(directory: Path, rounds: int, access: Access, progress: Progress) -> Iterator[Row]:

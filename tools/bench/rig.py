@@ -11,7 +11,7 @@ import subprocess
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -199,6 +199,21 @@ def _check(publishing: Publishing) -> None:
         raise UnavailableError("a chunk could not be published")
 
 
+def in_turn(namespace: Namespace, ring: memoryview) -> Callable[[int, int, int], memoryview]:
+    """Where layers of a chunk are copied to: one behind the other."""
+    bounds = geometry(namespace, TOKENS_PER_CHUNK).bounds
+    position = 0
+
+    def place(_: int, first: int, stop: int) -> memoryview:
+        nonlocal position
+        size = bounds[stop] - bounds[first]
+        begin = position if position + size <= len(ring) else 0
+        position = begin + size
+        return ring[begin:position]
+
+    return place
+
+
 def load(
     client: Client, chains: Sequence[keys.ChainHash], target: memoryview, source: Tier, num_threads: int | None = None
 ) -> float:
@@ -207,16 +222,7 @@ def load(
     They are copied by so many threads, or by as many as a client takes by itself.
     """
     started = time.perf_counter()
-    bounds = geometry(client.namespace, TOKENS_PER_CHUNK).bounds
-    position = 0
-
-    def place(_: int, first: int, stop: int) -> memoryview:
-        nonlocal position
-        size = bounds[stop] - bounds[first]
-        begin = position if position + size <= len(target) else 0
-        position = begin + size
-        return target[begin:position]
-
+    place = in_turn(client.namespace, target)
     loading = client.load(chains, deadline_s=60.0, stream=True)
     if loading is None:
         raise UnavailableError("the load failed")
