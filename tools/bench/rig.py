@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from collections import deque
@@ -20,7 +21,7 @@ from typing import Self
 from kvfs import keys
 from kvfs.arena import MADV_POPULATE_WRITE
 from kvfs.chunk import align, geometry
-from kvfs.client import Client, NewChunk, Publishing, Reservation, StoreStatus, Tier, new_chunk
+from kvfs.client import Client, NewChunk, Publishing, StoreStatus, Tier, fill_all, new_chunk
 from kvfs.config import Access, Settings, VolumeSetting
 from kvfs.errors import UnavailableError, UsageError
 from kvfs.mount import mountpoint
@@ -32,6 +33,7 @@ from kvfs.tools.tied import tied
 WINDOW_BYTES = 128 << 20
 TOKENS_PER_CHUNK = 256
 _QUIET_S = 60.0
+_MOST_THREADS = 2  # that a client takes by itself
 
 
 @dataclass(frozen=True)
@@ -193,20 +195,16 @@ def store(client: Client, prompt: Prompt, source: memoryview) -> float:
         reservations = reserving.wait()
         reserving = client.store_later(groups[number + 1] if number + 1 < len(groups) else [])
         for reservation in reservations:
-            _fill(reservation, source[index * size : (index + 1) * size])
-            index += 1
+            if reservation.payload is None:
+                raise UnavailableError(f"a store was refused: {reservation.status.name}")
+        fill_all(reservations, [source[i * size : (i + 1) * size] for i in range(index, index + len(reservations))])
+        index += len(reservations)
         publishing.append(client.publish_later(reservations))
         if len(publishing) > most:
             _check(publishing.popleft())
     for last in publishing:
         _check(last)
     return time.perf_counter() - started
-
-
-def _fill(reservation: Reservation, payload: memoryview) -> None:
-    if reservation.payload is None:
-        raise UnavailableError(f"a store was refused: {reservation.status.name}")
-    reservation.fill(payload)
 
 
 def _check(publishing: Publishing) -> None:
@@ -217,20 +215,26 @@ def _check(publishing: Publishing) -> None:
 def load(
     client: Client, chains: Sequence[keys.ChainHash], target: memoryview, source: Tier, num_threads: int | None = None
 ) -> float:
-    """Load chunks, verified, into `target` (used as a ring); returns seconds. All must come from the tier `source`.
+    """Load chunks, verified, into `target`; returns seconds. All must come from the tier `source`.
 
-    They are copied by so many threads, or by as many as a client takes by itself.
+    They are copied by so many threads, or by as many as a client takes by itself. Each uses a part of `target` of its own as
+    a ring: what one that stands still is copying to must not be written by the other meanwhile.
     """
     started = time.perf_counter()
     bounds = geometry(client.namespace, TOKENS_PER_CHUNK).bounds
-    position = 0
+    ring_bytes = len(target) // (num_threads or _MOST_THREADS)
+    rings: dict[int, memoryview] = {}
+    positions: dict[int, int] = {}
 
     def place(_: int, first: int, stop: int) -> memoryview:
-        nonlocal position
-        size = bounds[stop] - bounds[first]
-        begin = position if position + size <= len(target) else 0
-        position = begin + size
-        return target[begin:position]
+        size, thread = bounds[stop] - bounds[first], threading.get_ident()
+        if thread not in rings:
+            rings[thread] = target[len(rings) * ring_bytes :][:ring_bytes]
+        begin = positions.get(thread, 0)
+        if begin + size > ring_bytes:
+            begin = 0
+        positions[thread] = begin + size
+        return rings[thread][begin : begin + size]
 
     loading = client.load(chains, deadline_s=60.0, stream=True)
     if loading is None:
