@@ -39,7 +39,9 @@ MAX_CHUNK_BYTES = 1 << 30
 MAX_HEADER_BYTES = 4 << 20
 SUFFIX = ".safetensors"
 _PREFIX = struct.Struct("<Q")
-_CHECKSUM_HEX, _DIGEST_HEX = 16, 32
+CHECKSUM_BYTES = 8
+_CHECKSUM_HEX, _DIGEST_HEX = 2 * CHECKSUM_BYTES, 32
+_CHECKSUMS_PART, _DIGEST_PART = 11, 13  # of a header that is cut at its facts
 _GAP = "\0"  # where a fact stands that is another in each chunk
 _NOT_CALLED_FOR = "the header is not the one its facts call for"
 _MAX_TIME_NS = 1 << 63  # what the index can hold
@@ -136,6 +138,7 @@ class Geometry:
     _layout: struct.Struct  # cuts a header into what is fixed, a fact, what is fixed, …, the tail
     _fixed: tuple[bytes, ...]  # what is between and around the facts
     _binary: struct.Struct  # of chain, parent and checksums
+    _facts_end: int  # in a header, where what their digest covers ends
 
     @property
     def file_bytes(self) -> int:
@@ -201,6 +204,7 @@ def _geometry(namespace: Namespace, num_tokens: int) -> Geometry:
     return Geometry(
         namespace, num_tokens, tuple(layers), header_bytes, offset, pad, bounds, template, metadata_bytes, tail,
         struct.Struct("".join(f"{width}s" for width in widths[:-1])), fixed, struct.Struct(f">32s16s{len(layers)}Q"),
+        sum(widths[:_CHECKSUMS_PART + 1]) + len('"'),
     )  # fmt: skip
 
 
@@ -274,8 +278,7 @@ def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> t
             raise CorruptChunk(f"it ends after {len(view)} bytes, within its header of {geo.header_bytes}")
         raise _wrong_header(namespace, view, _NOT_CALLED_FOR)
     _, chain, _, key, _, parent, _, position, _, created_ns, _, checksums, _, digest, _ = parts
-    facts = parts[0][_FACTS_AT:] + b"".join(parts[1:12]) + b'"'
-    if xxhash.xxh3_128_hexdigest(facts).encode() != digest:
+    if _digest_of_facts(geo, view) != digest:
         raise CorruptChunk(f"{_NOT_CALLED_FOR}: they do not have their checksum")
     text = chain + parent + checksums
     try:
@@ -290,6 +293,25 @@ def parse_header(namespace: Namespace, raw: bytes | bytearray | memoryview) -> t
     return geo, Facts(
         ChainHash(numbers[0]), Key(numbers[1]), int(position), geo.num_tokens, int(created_ns), numbers[2:]
     )
+
+
+def read_checksums(geo: Geometry, chain: ChainHash, raw: memoryview) -> bytes | None:
+    """The xxh3_64 of each layer, 8 bytes big-endian each, from the header at the start of `raw`.
+
+    None unless that is the header of the chunk `chain`, with this geometry: what it is then `parse_header` says. For whoever
+    knows which chunk it has to be, and wants nothing else of it: 3 us beside 8.
+    """
+    parts = _parts(geo, raw)
+    if parts is None or parts[1] != chain.hex().encode() or _digest_of_facts(geo, raw) != parts[_DIGEST_PART]:
+        return None
+    try:
+        return a2b_hex(parts[_CHECKSUMS_PART])
+    except NotHex:
+        return None
+
+
+def _digest_of_facts(geo: Geometry, raw: memoryview) -> bytes:
+    return xxhash.xxh3_128_hexdigest(raw[_FACTS_AT : geo._facts_end]).encode()
 
 
 def _parts(geo: Geometry, view: memoryview) -> tuple[bytes, ...] | None:

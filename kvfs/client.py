@@ -28,7 +28,7 @@ from kvfs import messages as m
 from kvfs.chunk import geometry
 from kvfs.connection import Connection, find_socket
 from kvfs.errors import KvfsError, UnavailableError, UsageError
-from kvfs.handing_over import Publishing, Reservation, Reserving
+from kvfs.handing_over import Publishing, Reservation, Reserving, fill_all
 from kvfs.hints import Said
 from kvfs.keys import ChainHash, key_of
 from kvfs.loading import Load
@@ -398,5 +398,6 @@ __all__ = [
     "Reserving",
     "StoreStatus",
     "Tier",
+    "fill_all",
     "new_chunk",
 ]

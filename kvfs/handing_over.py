@@ -9,19 +9,22 @@ somebody loads it. Of a payload that was not sealed the daemon takes the checksu
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import xxhash
+
 from kvfs import messages as m
-from kvfs.chunk import Geometry, checksum
+from kvfs.chunk import Geometry
 from kvfs.connection import Connection
-from kvfs.copying import PIECE_BYTES, copy_layers
+from kvfs.copying import copy_bytes, copy_layers, runs
 from kvfs.errors import KvfsError, UsageError
+from kvfs.helping import for_each, helpers_for
 from kvfs.messages import NewChunk, StoreStatus
 
 _MAX_CHUNKS_A_MESSAGE = 128
 _DEADLINE_S = 30.0
+_PART_BYTES = 4 << 20  # of a payload that a helper takes at once
 
 
 @dataclass(eq=False)
@@ -38,42 +41,81 @@ class Reservation:
     status: StoreStatus = StoreStatus.REFUSED
     payload: memoryview | None = field(default=None, repr=False)
     connection: Connection | None = field(default=None, repr=False)
-    _checksums: dict[int, int] = field(default_factory=dict, repr=False)
+    _filled: dict[int, bytes] = field(default_factory=dict, repr=False)  # checksums taken meanwhile, by first layer
+    _sealed: dict[int, bytes] = field(default_factory=dict, repr=False)
 
     def fill(self, payload: memoryview) -> None:
         """Copy the whole payload from the engine's memory.
 
         What a trusted client writes needs its checksums from either side: this one takes them while it copies if the
-        daemon still works on what was handed over before.
+        daemon still works on what was handed over before. Raises UsageError for a payload of another size.
         """
-        assert self.payload is not None
-        size = self.geometry.payload_bytes
-        if len(payload) != size:
-            raise UsageError(f"the payload of this chunk has {size} bytes, not {len(payload)}")
-        if self.connection is not None and self.connection.is_trusted and self.connection.is_behind():
-            num_layers = len(self.geometry.layers)
-            self._checksums = dict(enumerate(copy_layers(self.geometry, 0, num_layers, payload, self.payload)))
-            return
-        for begin in range(0, size, PIECE_BYTES):
-            end = min(begin + PIECE_BYTES, size)
-            self.payload[begin:end] = payload[begin:end]
+        fill_all([self], [payload], num_helpers=0)
 
     def seal(self, layer: int) -> None:
         """The layer is filled, and must not change any more. Its checksum costs a sixth of a copy; optional."""
         assert self.payload is not None
         places = self.geometry.layers[layer]
-        self._checksums[layer] = checksum(self.payload[places[0].begin : places[-1].end])
+        self._sealed[layer] = xxhash.xxh3_64_digest(self.payload[places[0].begin : places[-1].end])
 
     def finished(self) -> m.Finished:
         """What a publish says of this chunk. Once a layer was sealed, those that were not are sealed now."""
-        if not self._checksums:
-            return m.Finished(self.chunk.chain[:16], b"")
+        if not self._sealed:
+            return m.Finished(self.chunk.chain[:16], b"".join([self._filled[first] for first in sorted(self._filled)]))
         num_layers = len(self.geometry.layers)
         for layer in range(num_layers):
-            if layer not in self._checksums:
+            if layer not in self._sealed:
                 self.seal(layer)
-        values = map(self._checksums.__getitem__, range(num_layers))
-        return m.Finished(self.chunk.chain[:16], struct.pack(f">{num_layers}Q", *values))
+        return m.Finished(self.chunk.chain[:16], b"".join(map(self._sealed.__getitem__, range(num_layers))))
+
+
+def fill_all(
+    reservations: Sequence[Reservation], payloads: Sequence[memoryview], *, num_helpers: int | None = None
+) -> None:
+    """Copy the payload of each from the engine's memory; all have a slot.
+
+    Threads help, as many as `num_helpers` says: one, unless told otherwise, where this process has a second core and it is
+    worth it. The checksums of what trusted clients write are taken here then: a helper is done with them sooner than the
+    daemon, which has what was handed over before to write. Raises UsageError for a payload of another size.
+    """
+    for reservation, payload in zip(reservations, payloads, strict=True):
+        if len(payload) != reservation.geometry.payload_bytes:
+            size = reservation.geometry.payload_bytes
+            raise UsageError(f"the payload of this chunk has {size} bytes, not {len(payload)}")
+        reservation._filled, reservation._sealed = {}, {}
+    if num_helpers is None:
+        num_helpers = helpers_for(sum(map(len, payloads)))
+    for_each(_parts(reservations, payloads, is_helped=num_helpers > 0), _fill_part, num_helpers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Layers `first` to before `stop` of a payload, to be copied, and with their checksums if they are `sealed` meanwhile."""
+
+    reservation: Reservation
+    payload: memoryview
+    first: int
+    stop: int
+    sealed: bool
+
+
+def _parts(reservations: Sequence[Reservation], payloads: Sequence[memoryview], *, is_helped: bool) -> Iterator[_Part]:
+    for reservation, payload in zip(reservations, payloads, strict=True):
+        connection = reservation.connection
+        sealed = connection is not None and connection.is_trusted and (is_helped or connection.is_behind())
+        for first, stop in runs(reservation.geometry, 0, len(reservation.geometry.layers), _PART_BYTES):
+            yield _Part(reservation, payload, first, stop, sealed)
+
+
+def _fill_part(part: _Part) -> None:
+    target, geo = part.reservation.payload, part.reservation.geometry
+    assert target is not None
+    begin, end = geo.bounds[part.first], geo.bounds[part.stop]
+    if part.sealed:
+        found = copy_layers(geo, part.first, part.stop, part.payload[begin:end], target[begin:end])
+        part.reservation._filled[part.first] = found
+    else:
+        copy_bytes(part.payload[begin:end], target[begin:end])
 
 
 class Reserving:

@@ -15,19 +15,18 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import xxhash
+
 from kvfs import messages as m
-from kvfs.chunk import ALIGNMENT, Facts, Geometry, align, checksum, parse_header
+from kvfs.chunk import ALIGNMENT, CHECKSUM_BYTES, Geometry, align, geometry, parse_header, read_checksums
 from kvfs.connection import Connection
 from kvfs.copying import copy_layers
 from kvfs.errors import CorruptChunk, KvfsError, UnavailableError, UsageError
-from kvfs.helping import for_each
+from kvfs.helping import for_each, helpers_for
 from kvfs.keys import ChainHash
 from kvfs.messages import Tier
 from kvfs.namespace import Namespace
 from kvfs.volume import aligned_buffer
-
-# Of a load that a second thread helps with: to wake takes it up to 0.4 ms, as long as 3 MiB.
-_MIN_SHARED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Load:
         ]
         self._deadline = deadline
         self._failed: set[int] = set()
-        self._headers: dict[int, tuple[Geometry, Facts, memoryview]] = {}
+        self._headers: dict[int, tuple[Geometry, bytes, memoryview]] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -118,14 +117,14 @@ class Load:
         UnavailableError for a miss, a device that fails, or a deadline that passed.
         """
         self._wait_for(index, layer + 1)
-        geo, facts, view = self._header(index)
+        geo, checksums, view = self._header(index)
         if self._connection is not None and self._connection.is_hung_up():
             # The lease ended with the daemon, and the one after it may reuse the extent. It needs longer to start than the
             # caller to copy a layer; `copy` needs no such hurry.
             raise UnavailableError("the session has ended")
         begin, end = geo.layer_range(layer)
         found = view[begin:end]
-        if checksum(found) != facts.checksums[layer]:
+        if xxhash.xxh3_64_digest(found) != checksums[CHECKSUM_BYTES * layer : CHECKSUM_BYTES * (layer + 1)]:
             self.suspect(index)
             raise CorruptChunk(f"layer {layer} of chunk {self._chains[index][:16].hex()} does not have its checksum")
         return found
@@ -138,12 +137,12 @@ class Load:
         """
         stop = self._namespace.num_layers if stop is None else stop
         self._wait_for(index, stop)
-        geo, facts, view = self._header(index)
+        geo, checksums, view = self._header(index)
         begin, size = geo.bounds[first], geo.bounds[stop] - geo.bounds[first]
         if len(target) < size:
             raise UsageError(f"{size} bytes do not fit into {len(target)}")
         found = copy_layers(geo, first, stop, view[geo.header_bytes + begin :], target)
-        if tuple(found) != facts.checksums[first:stop]:
+        if found != checksums[CHECKSUM_BYTES * first : CHECKSUM_BYTES * stop]:
             self.suspect(index)
             raise CorruptChunk(f"a layer of chunk {self._chains[index][:16].hex()} does not have its checksum")
         return size
@@ -196,7 +195,7 @@ class Load:
                 failed[index] = error
 
         if num_helpers is None:
-            num_helpers = int(len(os.sched_getaffinity(0)) > 1 and self._num_bytes() >= _MIN_SHARED_BYTES)
+            num_helpers = helpers_for(self._num_bytes())
         for_each(((*part, place(*part)) for part in self.parts()), copy_to, num_helpers)
         return failed
 
@@ -227,19 +226,18 @@ class Load:
             self._num_layers = arrived.num_layers
             self._layers = [max(layers, arrived.num_layers) for layers in self._layers]
 
-    def _header(self, index: int) -> tuple[Geometry, Facts, memoryview]:
+    def _header(self, index: int) -> tuple[Geometry, bytes, memoryview]:
+        """What a chunk's header says: sizes and offsets, and the checksum of each layer; and the whole chunk file."""
         known = self._headers.get(index)
         if known is None:
             self._wait_for(index, 1)
             view = self._view(index)
             try:
-                geo, facts = parse_header(self._namespace, view)
-                if facts.chain != self._chains[index] or geo.file_bytes != len(view):
-                    raise CorruptChunk("these are the bytes of another chunk")
+                geo, checksums = _read_header(self._namespace, self._chains[index], view)
             except CorruptChunk:
                 self.suspect(index)
                 raise
-            known = self._headers[index] = (geo, facts, view)
+            known = self._headers[index] = (geo, checksums, view)
         return known
 
     def _view(self, index: int) -> memoryview:
@@ -314,6 +312,18 @@ class Load:
                 if min(num_chunks) > told:
                     told = min(num_chunks)
                     yield told
+
+
+def _read_header(namespace: Namespace, chain: ChainHash, view: memoryview) -> tuple[Geometry, bytes]:
+    """Sizes and offsets of a chunk, and its checksums. Raises CorruptChunk unless `view` is the file of the chunk `chain`."""
+    geo = geometry(namespace, namespace.identity.tokens_per_chunk)  # most chunks are full
+    checksums = read_checksums(geo, chain, view)
+    if checksums is None:
+        geo = parse_header(namespace, view)[0]
+        checksums = read_checksums(geo, chain, view)
+    if checksums is None or geo.file_bytes != len(view):
+        raise CorruptChunk("these are the bytes of another chunk")
+    return geo, checksums
 
 
 def _read_to_the_end(fd: int, buffer: memoryview, offset: int) -> None:

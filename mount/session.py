@@ -27,7 +27,7 @@ from kvfs import namespace as namespaces
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.errors import CorruptChunk, KvfsError, ProtocolError, UnavailableError
 from kvfs.hints import Said
-from kvfs.keys import split
+from kvfs.keys import KEY_BYTES, split
 from kvfs.mount.arrivals import tell_arrivals
 from kvfs.mount.handover import Handover, InArena, ThroughWindow
 from kvfs.mount.listening import Ear, Listeners
@@ -186,7 +186,7 @@ class Session:
         self._ahead.clear()
 
     async def _dispatch(self, request: m.AnyRequest, nursery: trio.Nursery) -> None:
-        if isinstance(request, m.Load | m.Publish | m.Suspect | m.Warm):
+        if isinstance(request, m.Load | m.Publish | m.Suspect | m.Warm) and not self._is_at_hand(request):
             try:
                 self._waiting.acquire_nowait()
             except trio.WouldBlock:  # waiting here would hide the end of the session, and with it leases
@@ -195,6 +195,13 @@ class Session:
             nursery.start_soon(self._answer_later, request)
         else:
             await self._answer(request)
+
+    def _is_at_hand(self, request: m.AnyRequest) -> bool:
+        """Whether it is a load with nothing to wait for: to begin a task for it takes 0.1 ms."""
+        if not isinstance(request, m.Load) or self._table is None or len(request.keys) % KEY_BYTES:
+            return False
+        found = map(self._table.chunks.get, split(request.keys))
+        return all(chunk is None or chunk.ram != NOWHERE for chunk in found)
 
     async def _answer_later(self, request: m.AnyRequest) -> None:
         try:
@@ -264,6 +271,11 @@ class Session:
 
     async def _send(self, reply: m.Reply, fds: Sequence[int] = ()) -> None:
         packet = m.encode(reply)
+        if not fds and not self._sending.locked():
+            with contextlib.suppress(BlockingIOError):
+                # trio's way gives two turns of the loop away: 0.1 ms that the next request waits.
+                os.write(self._connection.fileno(), packet)
+                return
         async with self._sending:
             if fds:
                 passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from kvfs.catalog import ChunkTable
 from kvfs.chunk import geometry
-from kvfs.client import Client
+from kvfs.client import Client, fill_all
 from kvfs.copying import copy_layers
 from kvfs.errors import CorruptChunk, UnavailableError, UsageError
 from kvfs.keys import KeyChain
@@ -152,6 +153,26 @@ async def test_copy_all_at_once(tmp_path: Path, num_helpers: int | None) -> None
             for tier in (Tier.NVME, Tier.RAM):
                 found = await in_thread(load_all, client, longer, num_helpers)
                 assert found == ([tier] * 6 + [Tier.NONE] * 2, {})
+
+
+@pytest.mark.parametrize("access", ["isolated", "trusted"])
+@pytest.mark.parametrize("num_helpers", [None, 0, 1, 3])
+async def test_fill_all_at_once(tmp_path: Path, num_helpers: int | None, access: str) -> None:
+    """Whoever helps, each payload is in its place, with its checksums; one of another length is refused, and none moves."""
+    namespace = sized_namespace(9 << 20, num_layers=3)  # a helper may take each layer
+    chain = chain_of(namespace, 3)
+    async with running(tmp_path, namespace, access=access):
+        with client_of(tmp_path, namespace) as client:
+            reservations = await in_thread(client.store, new_chunks(chain))
+            payloads = [memoryview(payload_of(one.chunk.chain, one.geometry)) for one in reservations]
+            with pytest.raises(UsageError, match="payload"):
+                fill_all(reservations, [*payloads[:2], payloads[2][1:]], num_helpers=num_helpers)
+            first = reservations[0].payload
+            assert first is not None
+            assert not any(first[:4096])
+            await in_thread(lambda: fill_all(reservations, payloads, num_helpers=num_helpers))
+            assert await in_thread(client.publish, reservations) == [StoreStatus.STORED] * 3
+            assert await in_thread(load_all, client, chain, num_helpers) == ([Tier.RAM] * 3, {})
 
 
 @pytest.mark.parametrize("num_helpers", [0, 1])
@@ -332,9 +353,8 @@ def test_copy_layers(namespace: Namespace) -> None:
         for stop in range(first, namespace.num_layers + 1):
             begin, end = geo.bounds[first], geo.bounds[stop]
             target = bytearray(end - begin + 3)
-            assert (
-                tuple(copy_layers(geo, first, stop, memoryview(payload)[begin:], memoryview(target)))
-                == expected[first:stop]
+            assert copy_layers(geo, first, stop, memoryview(payload)[begin:], memoryview(target)) == struct.pack(
+                f">{stop - first}Q", *expected[first:stop]
             )
             assert target == payload[begin:end] + bytes(3)
 

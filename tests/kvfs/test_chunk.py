@@ -93,6 +93,23 @@ def test_layout(name: str, is_short: bool) -> None:
     assert position == geo.header_bytes + geo.payload_bytes
     assert c.parse_header(namespace, raw) == (geo, facts)
     assert verify(namespace, raw) == facts
+    expected = struct.pack(f">{len(facts.checksums)}Q", *facts.checksums)
+    assert c.read_checksums(geo, facts.chain, memoryview(raw)) == expected
+
+
+def test_checksums_are_read_of_the_right_header_only() -> None:
+    """Not of another chunk's, nor of one with any byte changed, or cut."""
+    geo, facts, raw = build(tiny_namespace())
+    header = bytearray(raw[: geo.header_bytes])
+    other = chain_of(tiny_namespace(), 5).chains[4]
+    assert c.read_checksums(geo, other, memoryview(header)) is None
+    assert c.read_checksums(geo, facts.chain, memoryview(header)[:-1]) is None
+    for offset in range(len(header)):
+        for bit in (1, 32):  # 32: another case of a letter
+            header[offset] ^= bit
+            assert c.read_checksums(geo, facts.chain, memoryview(header)) is None, offset
+            header[offset] ^= bit
+    assert c.read_checksums(geo, facts.chain, memoryview(header)) is not None
 
 
 @pytest.mark.parametrize("name", NAMESPACES)

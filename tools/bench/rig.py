@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from array import array
 from collections import deque
@@ -19,7 +20,7 @@ from typing import Self
 from kvfs import keys
 from kvfs.arena import MADV_POPULATE_WRITE
 from kvfs.chunk import align, geometry
-from kvfs.client import Client, NewChunk, Publishing, Reservation, StoreStatus, Tier, new_chunk
+from kvfs.client import Client, NewChunk, Publishing, StoreStatus, Tier, fill_all, new_chunk
 from kvfs.config import Access, Settings, VolumeSetting
 from kvfs.errors import UnavailableError
 from kvfs.mount import mountpoint
@@ -30,6 +31,7 @@ from kvfs.tools.bench.scratch import lock_above
 WINDOW_BYTES = 128 << 20
 TOKENS_PER_CHUNK = 256
 _QUIET_S = 60.0
+_MOST_THREADS = 2  # that a client takes by itself
 
 
 @dataclass(frozen=True)
@@ -178,20 +180,16 @@ def store(client: Client, prompt: Prompt, source: memoryview) -> float:
         reservations = reserving.wait()
         reserving = client.store_later(groups[number + 1] if number + 1 < len(groups) else [])
         for reservation in reservations:
-            _fill(reservation, source[index * size : (index + 1) * size])
-            index += 1
+            if reservation.payload is None:
+                raise UnavailableError(f"a store was refused: {reservation.status.name}")
+        fill_all(reservations, [source[i * size : (i + 1) * size] for i in range(index, index + len(reservations))])
+        index += len(reservations)
         publishing.append(client.publish_later(reservations))
         if len(publishing) > most:
             _check(publishing.popleft())
     for last in publishing:
         _check(last)
     return time.perf_counter() - started
-
-
-def _fill(reservation: Reservation, payload: memoryview) -> None:
-    if reservation.payload is None:
-        raise UnavailableError(f"a store was refused: {reservation.status.name}")
-    reservation.fill(payload)
 
 
 def _check(publishing: Publishing) -> None:
@@ -217,12 +215,21 @@ def in_turn(namespace: Namespace, ring: memoryview) -> Callable[[int, int, int],
 def load(
     client: Client, chains: Sequence[keys.ChainHash], target: memoryview, source: Tier, num_threads: int | None = None
 ) -> float:
-    """Load chunks, verified, into `target` (used as a ring); returns seconds. All must come from the tier `source`.
+    """Load chunks, verified, into `target`; returns seconds. All must come from the tier `source`.
 
-    They are copied by so many threads, or by as many as a client takes by itself.
+    They are copied by so many threads, or by as many as a client takes by itself. Each uses a part of `target` of its own as
+    a ring: what one that stands still is copying to must not be written by the other meanwhile.
     """
     started = time.perf_counter()
-    place = in_turn(client.namespace, target)
+    ring_bytes = len(target) // (num_threads or _MOST_THREADS)
+    places: dict[int, Callable[[int, int, int], memoryview]] = {}
+
+    def place(index: int, first: int, stop: int) -> memoryview:
+        thread = threading.get_ident()
+        if thread not in places:
+            places[thread] = in_turn(client.namespace, target[len(places) * ring_bytes :][:ring_bytes])
+        return places[thread](index, first, stop)
+
     loading = client.load(chains, deadline_s=60.0, stream=True)
     if loading is None:
         raise UnavailableError("the load failed")
