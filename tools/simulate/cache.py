@@ -161,8 +161,8 @@ class Cache:
         In a RAM cache none goes that they would be built on.
         """
         if self.nvme is not None:
-            above = None
-        return self.ram.reserve_all(length, count, self._may_leave_ram, self._evict_from_ram, above)
+            return self.ram.reserve_all(length, count, self._may_leave_ram, self._evict_from_ram)
+        return self.ram.reserve_all(length, count, _is_free, self.evict, above)
 
     def reserve_cold(self, length: int, count: int, spared: Collection[Chunk] = ()) -> list[int]:
         """The same for chunks that come from NVMe; what is `spared` stays."""
@@ -240,7 +240,7 @@ class Cache:
     # going
 
     def _may_leave_ram(self, chunk: Chunk) -> bool:
-        return not chunk.leases and (self.nvme is None or chunk.nvme != NOWHERE or chunk in self._kept_back)
+        return not chunk.leases and (chunk.nvme != NOWHERE or chunk in self._kept_back)
 
     def _evict_from_ram(self, chunk: Chunk) -> None:
         if chunk.nvme != NOWHERE:
@@ -279,3 +279,7 @@ class Cache:
                 if self.nvme is not None:
                     self.nvme.policy.demote(orphan)
                 numbers += below.get(number, ())
+
+
+def _is_free(chunk: Chunk) -> bool:
+    return not chunk.leases
