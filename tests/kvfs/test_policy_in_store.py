@@ -211,7 +211,7 @@ async def test_what_was_learned_is_there_after_a_restart(damage: bytes | None, t
             assert any(map(any, nvme._reuse.index))
         else:
             assert not any(map(any, nvme._reuse.learnt().used))
-        ages = [nvme._clock() - node.last for part in nvme._forest.parts for node in part.values()]
+        ages = [nvme._ranking._clock() - node.last for part in nvme._forest.parts for node in part.values()]
         assert len(ages) == len(table.chunks) > 10
         assert max(ages) > 200.0
         await store_prompt(store, table, chain_of(MIB, 3, 1))
