@@ -36,6 +36,11 @@ CAUSES = ("", "policy", "quota", "unreachable", "not_admitted", "no_room")
 RAM only, since admission kept it from NVMe; "no_room": nothing on NVMe was worth less than it."""
 _WHY_BITS = 4
 _WHY_MASK = (1 << _WHY_BITS) - 1
+_REASONS = {
+    (why, cause): number | causes << _WHY_BITS
+    for number, why in enumerate(_WHYS)
+    for causes, cause in enumerate(CAUSES)
+}
 _REASON_AT, _EXPONENT_AT = 11, 13  # in the facts; the latter is the upper half of the minutes
 _NO_NUMBER, _MINUS = 0x7C, 0x80
 _BUCKET_SIZE = 48  # on average, at most
@@ -112,9 +117,11 @@ class Ghosts:
         if returns > _MOST_RETURNS:
             returns = _MOST_RETURNS
         bucket.marks += mark
-        reason = _WHYS.index(why) | CAUSES.index(cause) << _WHY_BITS
-        unused_min = min(max(unused_min, 0.0), _MOST_MINUTES)
-        bucket.facts += FACTS.pack(gone_ns, hits, returns, reason, unused_min, min(full, _MOST_FULL))
+        if not 0.0 <= unused_min <= _MOST_MINUTES:
+            unused_min = min(max(unused_min, 0.0), _MOST_MINUTES)
+        if full > _MOST_FULL:
+            full = _MOST_FULL
+        bucket.facts += FACTS.pack(gone_ns, hits, returns, _REASONS[why, cause], unused_min, full)
         self._num_ghosts += 1
         while self._num_ghosts > self.limit and len(bucket.marks) > MARK_BYTES:
             self.forgotten_ns = max(self.forgotten_ns, FACTS.unpack_from(bucket.facts)[0])

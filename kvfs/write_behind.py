@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 
 import trio
 
-from kvfs.admission import Admission, Verdict
+from kvfs.admission import Admission
 from kvfs.catalog import Chunk
+from kvfs.kept_back import Judge
 from kvfs.residency import Residency
 from kvfs.statistics import Fault
 from kvfs.stripes import Stripe, Stripes
@@ -33,40 +34,27 @@ class WriteBehind:
         self.admission = admission
         self._now_ns = now_ns  # since the epoch
         self._residency = residency
+        self._judge = Judge(admission, residency.kept_back, residency.counters)
         self._progress = Progress()
         self._writers = [VolumeWriter(residency, stripe, self._progress) for stripe in nvme]
         residency.kept_back.on_held = self._judge_again
 
     def add(self, chunk: Chunk, *, is_used: bool, is_asked_for: bool) -> None:
         """A chunk was published and is in RAM only. For the rest see `Admission.admit`."""
-        if self._is_admitted(chunk, is_used=is_used, is_asked_for=is_asked_for):
-            self._writers[chunk.volume].append(chunk)
-        else:
-            self._residency.kept_back.add(chunk)
+        now_ns = self._now_ns()
+        if self._judge.admits(chunk, now_ns, is_used=is_used, is_asked_for=is_asked_for):
+            writer = self._writers[chunk.volume]
+            if self.admission.budget_bytes is not None:
+                writer.stripe.commits.spent(self.admission.spent_on(now_ns))
+            writer.append(chunk)
 
     def used(self, chunks: Iterable[Chunk]) -> None:
         """An engine loaded these chunks."""
-        if self._residency.kept_back:
-            for chunk in chunks:
-                if chunk in self._residency.kept_back:
-                    self._judge_again(chunk)
+        for chunk in self._judge.again(chunks):
+            self._judge_again(chunk)
 
     def _judge_again(self, chunk: Chunk) -> None:
-        if self._is_admitted(chunk, is_used=True, is_asked_for=self._residency.pins.is_held(chunk)):
-            self._residency.kept_back.discard(chunk)
-            self._writers[chunk.volume].append(chunk)
-
-    def _is_admitted(self, chunk: Chunk, *, is_used: bool, is_asked_for: bool) -> bool:
-        now_ns = self._now_ns()
-        verdict = self.admission.admit(chunk.length, now_ns, is_used=is_used, is_asked_for=is_asked_for)
-        if verdict is Verdict.ADMITTED:
-            if self.admission.budget_bytes is not None:
-                self._writers[chunk.volume].stripe.commits.spent(self.admission.spent_on(now_ns))
-        elif verdict is Verdict.UNUSED:
-            self._residency.counters.not_admitted_unused += 1
-        else:
-            self._residency.counters.not_admitted_budget += 1
-        return verdict is Verdict.ADMITTED
+        self.add(chunk, is_used=True, is_asked_for=self._residency.pins.is_held(chunk))
 
     @property
     def num_dirty(self) -> int:

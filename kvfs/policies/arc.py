@@ -7,21 +7,21 @@ the border for the next one only.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic
 
 from kvfs.policies.base import E, Mark, mark_of
+from kvfs.policies.order import Order
 
 
 class ARC(Generic[E]):
     """`_once` and `_often` are the entries, `_gone_once` and `_gone_often` who left them; the paper's T1, T2, B1, B2."""
 
     def __init__(self) -> None:
-        self._once: OrderedDict[E, None] = OrderedDict()
-        self._often: OrderedDict[E, None] = OrderedDict()
-        self._gone_once: OrderedDict[Mark, None] = OrderedDict()
-        self._gone_often: OrderedDict[Mark, None] = OrderedDict()
+        self._once: Order[E, None] = Order(None)
+        self._often: Order[E, None] = Order(None)
+        self._gone_once: Order[Mark, None] = Order(None)
+        self._gone_often: Order[Mark, None] = Order(None)
         self._border = 0.0  # how many of `_once` are worth keeping
         self._size = 0
 
@@ -34,48 +34,42 @@ class ARC(Generic[E]):
         self._size = max(self._size, len(self) + 1)
         if mark in self._gone_once:
             self._border += max(1.0, len(self._gone_often) / len(self._gone_once))
-            del self._gone_once[mark]
-            self._often[entry] = None
+            self._gone_once.discard(mark)
+            self._often.add(entry, None)
         elif mark in self._gone_often:
             self._border -= max(1.0, len(self._gone_once) / len(self._gone_often))
-            del self._gone_often[mark]
-            self._often[entry] = None
+            self._gone_often.discard(mark)
+            self._often.add(entry, None)
         else:
-            self._once[entry] = None
+            self._once.add(entry, None)
         self._border = min(max(self._border, 0.0), float(self._size))
 
     def touch(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""
         for entry in reversed(prefix):
-            if entry in self._often:
-                self._often.move_to_end(entry)
-            elif entry in self._once:
-                del self._once[entry]
-                self._often[entry] = None
+            if self._once.discard(entry):
+                self._often.add(entry, None)
+            else:
+                self._often.to_end((entry,))
 
     def built_on(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""
-        for entry in reversed(prefix):
-            if entry in self._often:
-                self._often.move_to_end(entry)
-            elif entry in self._once:
-                self._once.move_to_end(entry)
+        self._often.to_end(prefix)
+        self._once.to_end(prefix)
 
     def bypassed(self, entry: E) -> None:
         """See `Policy`: nothing is learned from it."""
 
     def remove(self, entry: E) -> None:
         """See `Policy`."""
-        if entry in self._once:
-            del self._once[entry]
-            self._gone_once[mark_of(entry)] = None
+        if self._once.discard(entry):
+            self._gone_once.add(mark_of(entry), None)
             if len(self._once) + len(self._gone_once) > self._size:
-                self._gone_once.popitem(last=False)
-        elif entry in self._often:
-            del self._often[entry]
-            self._gone_often[mark_of(entry)] = None
+                self._gone_once.pop_first()
+        elif self._often.discard(entry):
+            self._gone_often.add(mark_of(entry), None)
             if len(self) + len(self._gone_once) + len(self._gone_often) > 2 * self._size:
-                self._gone_often.popitem(last=False)
+                self._gone_often.pop_first()
 
     def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
         """See `Policy`."""

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic
 
 from kvfs.policies.base import E
+from kvfs.policies.order import Order
 
 
 class FIFO(Generic[E]):
     """The order in which entries came."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[E, None] = OrderedDict()  # a dict would seek its first entry among the gone ones
+        self._order: Order[E, None] = Order(None)
 
     def __len__(self) -> int:
         return len(self._order)
 
     def insert(self, entry: E) -> None:
         """See `Policy`."""
-        self._order[entry] = None
+        self._order.add(entry, None)
 
     def touch(self, prefix: Sequence[E]) -> None:
         """See `Policy`: no use changes anything."""
@@ -33,7 +33,7 @@ class FIFO(Generic[E]):
 
     def remove(self, entry: E) -> None:
         """See `Policy`."""
-        self._order.pop(entry, None)
+        self._order.discard(entry)
 
     def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
         """See `Policy`."""

@@ -6,13 +6,13 @@ after them come those of which a hint says that they are not used again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Generic
 
 from kvfs.policies.base import E, Entry, Policy
 from kvfs.policies.hint import HEEDED_BY_ALL
+from kvfs.policies.order import Order
 from kvfs.policies.recovering import Recovering, recover_all
 
 _MAX_LOOKED_AT = 64
@@ -37,9 +37,9 @@ class Holding(Generic[E]):
         self.is_held = is_held
         self.is_grouped: Callable[[E], bool] | None = None
         self.group: Callable[[], Iterable[E]] = tuple
-        self._held: set[E] = set()
-        self._unreachable: dict[E, None] = {}
-        self._closed: OrderedDict[E, None] = OrderedDict()  # the first goes first; what is built on one is before it
+        self._held: Order[E, None] = Order(None)
+        self._unreachable: Order[E, None] = Order(None)
+        self._closed: Order[E, None] = Order(None)  # the first goes first; what is built on one is before it
 
     def __len__(self) -> int:
         return len(self._order) + len(self._held) + len(self._unreachable) + len(self._closed)
@@ -68,18 +68,17 @@ class Holding(Generic[E]):
         before = len(self._order)
         self._order.remove(entry)
         if len(self._order) < before or self._set_aside(entry):
-            self._held.add(entry)
+            self._held.add(entry, None)
 
     def let_go(self, entry: E) -> None:
         """An entry may go again, and counts as just used; one that is not in the tier is no error."""
-        if entry in self._held:
-            self._held.remove(entry)
+        if self._held.discard(entry):
             self._put(entry)
 
     def _put(self, entry: E) -> None:
         """An entry that is not held has its place again."""
         if _is_closed(entry):
-            self._closed[entry] = None
+            self._closed.add(entry, None)
         else:
             self._order.insert(entry)
 
@@ -87,12 +86,12 @@ class Holding(Generic[E]):
         """What an entry is built on went: it goes before all others, the last one first, until it is touched."""
         before = len(self._order)
         self._order.remove(entry)
-        if len(self._order) < before or self._closed.pop(entry, self) is None:
-            self._unreachable[entry] = None
+        if len(self._order) < before or self._closed.discard(entry):
+            self._unreachable.add(entry, None)
 
     def _set_aside(self, entry: E) -> bool:
         """Whether the entry was one of those that go before all others; it is none any more."""
-        return self._unreachable.pop(entry, self) is None or self._closed.pop(entry, self) is None
+        return self._unreachable.discard(entry) or self._closed.discard(entry)
 
     def hinted(self, entries: Sequence[E]) -> None:
         """The hints of these entries of one chain, from head to tail, have changed; those not in the tier are skipped."""
@@ -100,10 +99,9 @@ class Holding(Generic[E]):
             if _is_closed(entry):
                 before = len(self._order)
                 self._order.remove(entry)
-                if len(self._order) < before or self._closed.pop(entry, self) is None:
-                    self._closed[entry] = None
-            elif entry in self._closed:
-                del self._closed[entry]
+                if len(self._order) < before or self._closed.discard(entry):
+                    self._closed.add(entry, None)
+            elif self._closed.discard(entry):
                 self._order.insert(entry)
         hinted = getattr(self._order, "hinted", None)
         if hinted is not None:
@@ -112,7 +110,7 @@ class Holding(Generic[E]):
     def insert(self, entry: E) -> None:
         """See `Policy`."""
         if self.is_held is not None and self.is_held(entry):
-            self._held.add(entry)
+            self._held.add(entry, None)
         elif entry.hint is None:  # almost always
             self._order.insert(entry)
         else:
@@ -152,18 +150,16 @@ class Holding(Generic[E]):
 
     def touch(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""
-        if self._unreachable or self._closed:
+        if self._unreachable.size or self._closed.size:
             self._reach(prefix)
         self._order.touch(prefix)
 
     def built_on(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""
-        if self._unreachable:
+        if self._unreachable.size:
             self._reach(prefix)
-        if self._closed:  # still: whoever goes on with a closed chain says so by `hinted`
-            for entry in reversed(prefix):
-                if entry in self._closed:
-                    self._closed.move_to_end(entry)
+        if self._closed.size:  # still: whoever goes on with a closed chain says so by `hinted`
+            self._closed.to_end(prefix)
         self._order.built_on(prefix)
 
     def _reach(self, prefix: Sequence[E]) -> None:
@@ -178,9 +174,9 @@ class Holding(Generic[E]):
 
     def remove(self, entry: E) -> None:
         """See `Policy`."""
-        if entry in self._held:
-            self._held.remove(entry)
-        elif not (self._unreachable or self._closed) or not self._set_aside(entry):
+        if self._held.size and self._held.discard(entry):
+            return
+        if not (self._unreachable.size or self._closed.size) or not self._set_aside(entry):
             self._order.remove(entry)
 
     def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
@@ -190,7 +186,7 @@ class Holding(Generic[E]):
         return filter(may_go, self._ungrouped(may_go))
 
     def _ungrouped(self, may_go: Callable[[E], bool]) -> Iterator[E]:
-        if not self._unreachable and not self._closed:
+        if not self._unreachable.size and not self._closed.size:
             return self._order.victims(may_go)
         first = chain(reversed(self._unreachable), self._closed)
         return chain(filter(may_go, first), self._order.victims(may_go))

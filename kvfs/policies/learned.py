@@ -23,7 +23,8 @@ from kvfs.errors import UsageError
 from kvfs.policies.base import Clock, E, mark_of
 from kvfs.policies.groups import Groups, TableGroups
 from kvfs.policies.hint import NOTHING
-from kvfs.policies.leaves import PART_MASK, Forest, Node
+from kvfs.policies.leaves import Forest, Node
+from kvfs.policies.order import PART_MASK
 from kvfs.policies.protected import Protected
 from kvfs.policies.ranking import TICK_S, Ranked, Ranking
 from kvfs.policies.reuse import Learnt, Reuse

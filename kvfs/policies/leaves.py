@@ -13,11 +13,10 @@ from typing import Generic
 from msgspec import Struct
 
 from kvfs.policies.base import E
+from kvfs.policies.order import PART_MASK, in_parts
 from kvfs.policies.reuse import Watched
 
 _Place = tuple[Hashable, bytes, int]
-_NUM_PARTS = 256
-PART_MASK = _NUM_PARTS - 1
 
 
 class Node(Struct, Generic[E], eq=False, gc=False):
@@ -49,7 +48,7 @@ class Forest(Generic[E]):
     """
 
     def __init__(self) -> None:
-        self.parts: tuple[dict[E, Node[E]], ...] = tuple({} for _ in range(_NUM_PARTS))
+        self.parts: tuple[dict[E, Node[E]], ...] = in_parts()
         self._absent: dict[_Place, Node[E]] = {}
 
     def __len__(self) -> int:

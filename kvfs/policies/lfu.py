@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from operator import itemgetter
 from typing import Generic
 
 from kvfs.policies.base import Clock, E
+from kvfs.policies.order import Order
 
 _MOST = 255
+_GONE = -1
 MAX_IDLE_S = 600.0
 
 
@@ -33,8 +34,8 @@ class LFU(Generic[E]):
     def __init__(self, clock: Clock, max_idle_s: float = math.inf) -> None:
         self._clock = clock
         self._max_idle_s = max_idle_s
-        self._uses: dict[E, int] = {}
-        self._by_uses: dict[int, OrderedDict[E, float]] = {}
+        self._uses: Order[E, int] = Order(_GONE)
+        self._by_uses: dict[int, Order[E, float]] = {}
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -61,17 +62,21 @@ class LFU(Generic[E]):
 
     def _put(self, entry: E, now: float) -> None:
         uses = min(entry.hits + entry.returns, _MOST)
-        self._uses[entry] = uses
-        self._by_uses.setdefault(uses, OrderedDict())[entry] = now
+        self._uses.add(entry, uses)
+        there = self._by_uses.get(uses)
+        if there is None:
+            there = self._by_uses[uses] = Order(-math.inf)
+        there.add(entry, now)
 
     def bypassed(self, entry: E) -> None:
         """See `Policy`: nothing is learned from it."""
 
     def remove(self, entry: E) -> None:
         """See `Policy`."""
-        uses = self._uses.pop(entry, None)
-        if uses is not None:
-            del self._by_uses[uses][entry]
+        uses = self._uses.get(entry)
+        if uses != _GONE:
+            self._uses.discard(entry)
+            self._by_uses[uses].discard(entry)
             if not self._by_uses[uses]:
                 del self._by_uses[uses]
 
@@ -81,7 +86,7 @@ class LFU(Generic[E]):
         idle = [
             list(takewhile(lambda item: item[1] < before, entries.items()))
             for _, entries in sorted(self._by_uses.items())
-            if next(iter(entries.values())) < before
+            if next(entries.items())[1] < before
         ]
         for entry, _ in heapq.merge(*idle, key=itemgetter(1)):
             if may_go(entry):

@@ -7,15 +7,16 @@ that there were so far. Where an eviction passes entries that were used, they mo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic
 
 from kvfs.policies.base import E, Mark, mark_of
+from kvfs.policies.order import Order
 
 _SMALL_SHARE = 0.1
 _GHOST_SHARE = 0.9
 _MOST = 3
+_GONE = -1
 _MOVES_AT = 2  # uses after which an entry of the small queue goes to the main one
 
 
@@ -23,9 +24,9 @@ class S3FIFO(Generic[E]):
     """Both queues map an entry to its uses since it came or was passed, `_MOST` at most."""
 
     def __init__(self) -> None:
-        self._small: OrderedDict[E, int] = OrderedDict()
-        self._main: OrderedDict[E, int] = OrderedDict()
-        self._ghosts: OrderedDict[Mark, None] = OrderedDict()
+        self._small: Order[E, int] = Order(_GONE)
+        self._main: Order[E, int] = Order(_GONE)
+        self._ghosts: Order[Mark, None] = Order(None)
         self._passed: list[E] = []
         self._size = 0
 
@@ -37,11 +38,7 @@ class S3FIFO(Generic[E]):
         self._move_passed()
         self._size = max(self._size, len(self) + 1)
         mark = mark_of(entry)
-        if mark in self._ghosts:
-            del self._ghosts[mark]
-            self._main[entry] = 0
-        else:
-            self._small[entry] = 0
+        (self._main if self._ghosts.discard(mark) else self._small).add(entry, 0)
 
     def touch(self, prefix: Sequence[E]) -> None:
         """See `Policy`."""
@@ -49,15 +46,13 @@ class S3FIFO(Generic[E]):
         for entry in reversed(prefix):
             queue = self._small if entry in self._small else self._main
             uses = queue.get(entry)
-            if uses is not None and uses < _MOST:
-                queue[entry] = uses + 1
+            if _GONE < uses < _MOST:
+                queue.put(entry, uses + 1)
 
     def built_on(self, prefix: Sequence[E]) -> None:
         """See `Policy`: what came together, and was not used since, goes from tail to head."""
         self._move_passed()
-        for entry in reversed(prefix):
-            if self._small.get(entry) == 0:
-                self._small.move_to_end(entry)
+        self._small.to_end([entry for entry in prefix if self._small.get(entry) == 0])
 
     def bypassed(self, entry: E) -> None:
         """See `Policy`: nothing is learned from it."""
@@ -65,12 +60,14 @@ class S3FIFO(Generic[E]):
     def remove(self, entry: E) -> None:
         """See `Policy`."""
         self._move_passed()
-        if self._small.pop(entry, None) is not None:
-            self._ghosts[mark_of(entry)] = None
+        if self._small.discard(entry):
+            mark = mark_of(entry)
+            self._ghosts.discard(mark)
+            self._ghosts.add(mark, None)
             if len(self._ghosts) > _GHOST_SHARE * self._size:
-                self._ghosts.popitem(last=False)
+                self._ghosts.pop_first()
         else:
-            self._main.pop(entry, None)
+            self._main.discard(entry)
 
     def victims(self, may_go: Callable[[E], bool]) -> Iterator[E]:
         """See `Policy`."""
@@ -107,9 +104,9 @@ class S3FIFO(Generic[E]):
         if not self._passed:
             return
         for entry in self._passed:
-            if self._small.pop(entry, None) is not None:
-                self._main[entry] = 0
-            elif uses := self._main.get(entry, 0):
-                self._main[entry] = uses - 1
-                self._main.move_to_end(entry)
+            if self._small.discard(entry):
+                self._main.add(entry, 0)
+            elif (uses := self._main.get(entry)) > 0:
+                self._main.put(entry, uses - 1)
+                self._main.to_end((entry,))
         self._passed.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvfs.errors import UsageError
@@ -10,7 +12,7 @@ from kvfs.tools.simulate.hints import EXPECT_S, _ends, _next_uses, give, parse
 from kvfs.tools.simulate.tally import Tally
 from kvfs.tools.simulate.traces import Trace
 
-from .simulated import chats, replay_of, trace_of
+from .simulated import chats, kvfs, replay_of, trace_of, write_mooncake
 
 
 def hits(trace: Trace, policy: str, names: str | None, num_ram: int, num_nvme: int = 0) -> tuple[int, Tally]:
@@ -63,3 +65,16 @@ def test_hints_that_there_are_not() -> None:
     for text in ("", ",", "close", "closed;expect"):
         with pytest.raises(UsageError, match="--hints is closed or expect, or both"):
             parse(text)
+
+
+def test_the_table_marks_who_heeds_them(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_mooncake(chats(3, 60), path)
+    told = kvfs("simulate", path, "--ram", "20%", "--policy", "lru,learned,opt", "--hints", "closed,expect")
+    assert told.returncode == 0, told.stderr
+    assert "closed and expect" in told.stdout
+    names = [line.split("  ")[0] for line in told.stdout.splitlines()]
+    assert names[-3:] == ["lru +closed", "learned +closed +expect", "opt"]
+    plain = kvfs("simulate", path, "--ram", "20%", "--policy", "lru,opt")
+    assert "+" not in plain.stdout
+    assert "hints" not in plain.stdout

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 
-from kvfs.admission import Admission, Verdict
+from kvfs.admission import Admission
 from kvfs.catalog import NOWHERE, Catalog, Chunk
 from kvfs.departures import BYPASSED, GHOSTS_A_CHUNK
 from kvfs.ghosts import MAX_GHOSTS, Ghost, Ghosts
 from kvfs.heeding import Hints
+from kvfs.kept_back import Judge, KeptBack
 from kvfs.keys import Key
 from kvfs.policies import Clock, Policy
 from kvfs.tiers.nvme import NvmeTier
 from kvfs.tiers.ram import RamTier
-from kvfs.tools.simulate.stand_ins import NoBytes, key_of, namespace_of
+from kvfs.tools.simulate.stand_ins import NoBytes, keys, namespace_of
 from kvfs.tools.simulate.tally import Tally
 from kvfs.tools.simulate.traces import Trace
 
@@ -58,17 +60,14 @@ class Cache:
         self.hints = Hints(policies, self.counters, self.clock, lambda: self.below)
         self.tally = tally
         self._trace = trace
-        self._admission = admission if self.nvme is not None else None
         self._has_tree = has_tree
-        self._kept_back: set[Chunk] = set()  # in RAM only, since they were not admitted; they may be evicted from there
+        self._kept_back = KeptBack()
+        is_judged = admission is not None and self.nvme is not None
+        self._judge = Judge(admission, self._kept_back, self.counters) if admission is not None and is_judged else None
         self._ghosts = Ghosts()
-        self._has_ghosts = has_ghosts or self._admission is not None
+        self._has_ghosts = has_ghosts or is_judged
         self._chunks: list[Chunk | None] = [None] * trace.num_chunks
-        self._keys = [key_of(number) for number in range(trace.num_chunks)]
-        self._below: dict[int, list[int]] = {}
-        for number, above in enumerate(trace.parents):
-            if above >= 0:
-                self._below.setdefault(above, []).append(number)
+        self._keys = keys(trace.num_chunks)
         self._num_below = array("I", bytes(4 * trace.num_chunks))  # that are stored
         catalog = Catalog()
         self._tables = [
@@ -102,6 +101,15 @@ class Cache:
         """What is stored and built on a chunk directly."""
         found = map(self.get, self._below.get(chunk.inode, ()))
         return [below for below in found if below is not None]
+
+    @cached_property
+    def _below(self) -> dict[int, list[int]]:
+        """For each chunk of the trace those that are built on it directly."""
+        found: dict[int, list[int]] = {}
+        for number, above in enumerate(self._trace.parents):
+            if above >= 0:
+                found.setdefault(above, []).append(number)
+        return found
 
     def lease_all(self, chunks: Collection[Chunk]) -> None:
         """What is leased is not evicted."""
@@ -148,18 +156,23 @@ class Cache:
         chunk.returns = ghost.returns + 1
         return True
 
-    def reserve(self, length: int, above: Chunk | None = None, spared: Collection[Chunk] = ()) -> int | None:
-        """An extent in RAM, making room if need be. In a RAM cache none goes that the new chunk would be built on.
+    def reserve(self, length: int, count: int, above: Chunk | None) -> list[int]:
+        """Extents in RAM for `count` new chunks, or for as many as room can be made for.
 
-        What is `spared` stays.
+        In a RAM cache none goes that they would be built on.
         """
-        if spared:
-            return self.ram.reserve(
-                length, lambda chunk: chunk not in spared and self._may_leave_ram(chunk), self._evict_from_ram
-            )
         if self.nvme is not None:
-            above = None
-        return self.ram.reserve(length, self._may_leave_ram, self._evict_from_ram, above)
+            return self.ram.reserve_all(length, count, self._may_leave_ram, self._evict_from_ram)
+        return self.ram.reserve_all(length, count, _is_free, self.evict, above)
+
+    def reserve_cold(self, length: int, count: int, spared: Collection[Chunk] = ()) -> list[int]:
+        """The same for chunks that come from NVMe; what is `spared` stays."""
+        may_go = self._may_leave_ram
+        if spared:
+            return self.ram.reserve_all(
+                length, count, lambda chunk: chunk not in spared and may_go(chunk), self._evict_from_ram
+            )
+        return self.ram.reserve_all(length, count, may_go, self._evict_from_ram)
 
     def place(self, chunk: Chunk, offset: int) -> None:
         """A new chunk is in RAM, and visible."""
@@ -194,25 +207,17 @@ class Cache:
     # to NVMe
 
     def is_admitted(self, chunk: Chunk, *, is_used: bool) -> bool:
-        """Whether a chunk that is in RAM only may be written; else it is kept back, until it is used."""
-        if self._admission is None:
+        """Whether a chunk that is in RAM only is to be written; else it is kept back, until it is used."""
+        if self._judge is None:
             return True
-        verdict = self._admission.admit(chunk.length, int(self.now_s * _NS), is_used=is_used, is_asked_for=False)
-        if verdict is Verdict.ADMITTED:
-            return True
-        self.counters.not_admitted_unused += verdict is Verdict.UNUSED
-        self.counters.not_admitted_budget += verdict is Verdict.OVER_BUDGET
-        self._kept_back.add(chunk)
-        return False
+        return self._judge.admits(chunk, int(self.now_s * _NS), is_used=is_used, is_asked_for=False)
 
     def used(self, prefix: Sequence[Chunk]) -> None:
         """An engine loaded these: what is kept back of them is judged again."""
-        if not self._kept_back:
+        if self._judge is None or self.nvme is None:
             return
-        again = [chunk for chunk in prefix if chunk in self._kept_back]
-        self._kept_back.difference_update(again)
-        admitted = [chunk for chunk in again if self.is_admitted(chunk, is_used=True)]
-        if admitted and self.nvme is not None:
+        admitted = [chunk for chunk in self._judge.again(prefix) if self.is_admitted(chunk, is_used=True)]
+        if admitted:
             self.write(admitted, prefix)
             self.nvme.policy.built_on(prefix)
 
@@ -237,7 +242,7 @@ class Cache:
     # going
 
     def _may_leave_ram(self, chunk: Chunk) -> bool:
-        return not chunk.leases and (self.nvme is None or chunk.nvme != NOWHERE or chunk in self._kept_back)
+        return not chunk.leases and (chunk.nvme != NOWHERE or chunk in self._kept_back)
 
     def _evict_from_ram(self, chunk: Chunk) -> None:
         if chunk.nvme != NOWHERE:
@@ -276,3 +281,7 @@ class Cache:
                 if self.nvme is not None:
                     self.nvme.policy.demote(orphan)
                 numbers += below.get(number, ())
+
+
+def _is_free(chunk: Chunk) -> bool:
+    return not chunk.leases

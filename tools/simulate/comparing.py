@@ -138,7 +138,8 @@ class Comparison:
         if setting.pace.prefetches and setting.nvme_bytes:
             machine = setting.machine
             steps = Timed(replay, setting.pace, machine.ram_bytes_s, machine.nvme_bytes_s).play(trace.requests)
-        yield from give(setting.hints, trace, replay, steps) if setting.hints else steps
+        tally.hints = setting.hints & cache.ram.policy.heeds
+        yield from give(tally.hints, trace, replay, steps) if tally.hints else steps
 
     def _sum_up(self, name: str, tally: Tally, took_s: float) -> Result:
         setting = self.setting

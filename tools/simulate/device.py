@@ -42,14 +42,14 @@ class Device:
         begun: list[Promotion | None] = []
         for chunk in chunks:
             chunk.leases += 1
-            offset = self._cache.reserve(chunk.length, spared=spared)
-            if offset is None:
+            offsets = self._cache.reserve_cold(chunk.length, 1, spared)
+            if not offsets:
                 self._cache.counters.promotions_refused += is_asked_for
                 chunk.leases -= 1
                 begun.append(None)
                 continue
             self.read(chunk.length)
-            promotion = Promotion(chunk, offset, _NO_BYTES, ())
+            promotion = Promotion(chunk, offsets[0], _NO_BYTES, ())
             self._under_way[chunk] = self.free_at_s, promotion
             begun.append(promotion)
         return begun

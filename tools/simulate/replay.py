@@ -44,11 +44,10 @@ class Replay:
         cold = [chunk for chunk in found if chunk.ram == NOWHERE]
         if cold:
             cache.lease_all(found)
-            for chunk in cold:
-                offset = cache.reserve(chunk.length)
-                if offset is not None:
-                    cache.ram.place(chunk, offset)
-                    self.tally.num_promoted += 1
+            offsets = cache.reserve_cold(cold[0].length, len(cold))
+            for chunk, offset in zip(cold, offsets, strict=False):
+                cache.ram.place(chunk, offset)
+            self.tally.num_promoted += len(offsets)
             cache.release_all(found)
         for chunk in found:
             chunk.hits += 1
@@ -98,16 +97,21 @@ class Replay:
         cache = self.cache
         reserved: list[tuple[Chunk, int]] = []
         above = visible = prefix[-1] if prefix else None
-        for number in numbers:
-            chunk = cache.get(number)
+        place = 0
+        while place < len(numbers):
+            chunk = cache.get(numbers[place])
             if chunk is not None:  # what it is built on went, and comes back
                 reserved.append((chunk, -1))
                 above = visible = chunk
+                place += 1
                 continue
-            chunk = cache.new_chunk(number, above)
-            offset = cache.reserve(chunk.length, visible)
-            if offset is None:
-                return reserved, chunk
-            reserved.append((chunk, offset))
-            above = chunk
+            new: list[Chunk] = []
+            while place < len(numbers) and cache.get(numbers[place]) is None:
+                above = cache.new_chunk(numbers[place], above)
+                new.append(above)
+                place += 1
+            offsets = cache.reserve(new[0].length, len(new), visible)
+            reserved += zip(new, offsets, strict=False)
+            if len(offsets) < len(new):
+                return reserved, new[len(offsets)]
         return reserved, None

@@ -57,6 +57,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         ttft_s: predicted, mean and quantiles; input_tokens_s: of one engine that is never idle.
         references_per_s: how fast it was simulated.
         is_partial: it was interrupted.
+        hints: that it was told and heeded, see `hints`.
     """
 
     policy: str
@@ -88,6 +89,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens_s: float
     references_per_s: float
     is_partial: bool
+    hints: list[str] = []
 
 
 def result(
@@ -141,6 +143,7 @@ def result(
         input_tokens_s=_share(tokens, sum(times)),
         references_per_s=_share(references, took_s),
         is_partial=num_requests < len(trace.requests),
+        hints=sorted(tally.hints),
     )
     return msgspec.structs.replace(found, **_prefetched(tally)) if has_prefetch else found
 

@@ -36,9 +36,10 @@ class NoBytes:
         return True
 
 
-def key_of(number: int) -> Key:
-    """The key of a chunk of a trace."""
-    return Key(hashlib.blake2b(number.to_bytes(8, "little"), digest_size=16).digest())
+def keys(count: int) -> list[Key]:
+    """The keys of the first chunks of a trace."""
+    drawn = hashlib.shake_128(b"kvfs simulate").digest(16 * count)
+    return [Key(drawn[at : at + 16]) for at in range(0, len(drawn), 16)]
 
 
 def namespace_of(source: int, tokens_per_chunk: int, bytes_per_token: int) -> Namespace:

@@ -32,6 +32,9 @@ def show(setting: Setting, results: Sequence[Result]) -> None:
     typer.echo(
         ", ".join(f"{name} {format_size(size)} = {format_count(size // chunk_bytes, 'chunk')}" for name, size in tiers)
     )
+    if setting.hints:
+        told = " and ".join(sorted(setting.hints))
+        typer.echo(f"hints from what the trace knows of the future: {told}; + marks who heeds them")
     _print([{"policy": _name(found), **_found(found)} for found in results])
     restricted = [found for found in results if found.always_admitted is not None]
     if restricted:
@@ -67,7 +70,7 @@ def _print(rows: Sequence[dict[str, str]]) -> None:
 
 
 def _name(of: Result) -> str:
-    return of.policy + (" (so far)" if of.is_partial else "")
+    return of.policy + "".join(f" +{hint}" for hint in of.hints) + (" (so far)" if of.is_partial else "")
 
 
 def _found(of: Result) -> dict[str, str]:

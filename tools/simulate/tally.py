@@ -16,6 +16,7 @@ class Tally:
         ram, nvme: of what a request found, how much was in RAM when it ran, and how much on NVMe only.
         num_written, written_bytes: to NVMe; num_promoted: from there into RAM, for a request that ran.
         counters: those of the store, of prefetches, hints and what was not admitted.
+        hints: that were given from what the trace knows of the future, as far as the policy heeds them.
     """
 
     ram: array[int] = field(default_factory=lambda: array("I"))
@@ -26,6 +27,7 @@ class Tally:
     written_bytes: int = 0
     num_promoted: int = 0
     counters: Counters = field(default_factory=Counters)
+    hints: frozenset[str] = frozenset()
 
     @property
     def num_found(self) -> int:
