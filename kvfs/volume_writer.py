@@ -206,6 +206,8 @@ class VolumeWriter:
         if group.left:
             self._try_later()
             return
+        if not group.pairs:  # all of it was removed before it could be written: that says nothing of the device
+            return
         self._retry_s = _FIRST_RETRY_S
         if self._tier.is_degraded:
             log.warning("writing to NVMe works again (the volume in %s)", self.stripe.directory)
