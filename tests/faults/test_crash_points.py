@@ -2,14 +2,13 @@
 
 Each verb is played once on a disk that is recorded. Then every disk that a machine could find at any of its steps is
 opened and looked at; `kvfs.recording` says which those are. KVFS_SEED and KVFS_TORN (how many random variants of each
-step) choose them; the seed is in every failure.
+step that changes what may be found) choose them; the seed is in every failure.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import os
 import random
@@ -25,6 +24,7 @@ from typing import NamedTuple
 import pytest
 import trio
 import trio.testing
+import xxhash
 
 from kvfs.catalog import NOWHERE, Chunk, ChunkTable
 from kvfs.chunk import geometry
@@ -57,7 +57,6 @@ from .volumes import chunk_file, rebuilt
 MIB = 1 << 20
 NS = sized_namespace(196 << 10)  # five of them fill the smallest volume
 OTHER = sized_namespace(48 << 10, "tests/other")
-A_SEED = 20_251
 
 
 class Observed(NamedTuple):
@@ -637,7 +636,7 @@ class Inspector:
 
 
 def digest(files: Files, *others: bytes | None) -> bytes:
-    found = hashlib.blake2b()
+    found = xxhash.xxh3_128()
     for part in [*itertools.chain.from_iterable((name.encode(), files[name]) for name in sorted(files)), *others]:
         found.update(b"none" if part is None else len(part).to_bytes(8, "little") + part)
     return found.digest()
@@ -673,7 +672,12 @@ async def play_and_crash(played: Path, disks: Path, verb: Verb, seed: int, num_r
         await live(system, verb.nvme, verb.play)
     rng = random.Random(seed)
     inspector = Inspector(disks, world, {"ram": 2 * MIB, "nvme": verb.nvme}, damaged, verb.loses_index)
+    before: tuple[object, ...] = ()
     for point in points(recorded):
+        here = (point.durable, point.pending, point.has_volume, point.files, point.observed)
+        if here == before:  # a return, or the begin of a sync: the same disks may be found, and the same has to be true
+            continue
+        before = here
         inspector.no_row_names_what_is_written(point)
         for how, disk in point.images(rng, num_torn=num_random, num_random=num_random):
             try:
@@ -693,18 +697,10 @@ LOG = pytest.mark.expect_log(
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 async def test_the_power_goes_at_every_step(tmp_path: Path, disks: Path, verb: str) -> None:
-    """Whatever of the unsynced writes reached the disk."""
-    num_steps, num_disks = await play_and_crash(tmp_path, disks, VERBS[verb], A_SEED, 1)
-    print(f"{verb}: {num_steps} steps, {num_disks} disks")
-
-
-@LOG
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", VERBS)
-async def test_the_power_goes_at_every_step_in_many_ways(tmp_path: Path, disks: Path, verb: str) -> None:
-    """The same with KVFS_TORN random variants of each step, others at every run."""
+    """All of what was not synced reached the disk, none of it, and KVFS_TORN random parts of it, others at every run."""
     seed = int(os.environ.get("KVFS_SEED", random.SystemRandom().randrange(100_000)))
-    num_steps, num_disks = await play_and_crash(tmp_path, disks, VERBS[verb], seed, int(os.environ.get("KVFS_TORN", "4")))
+    num_random = int(os.environ.get("KVFS_TORN", "2"))
+    num_steps, num_disks = await play_and_crash(tmp_path, disks, VERBS[verb], seed, num_random)
     print(f"KVFS_SEED={seed} {verb}: {num_steps} steps, {num_disks} disks")
 
 
