@@ -332,6 +332,7 @@ def _resolve_overlaps(residency: Residency, nvme: NvmeTier, chunks: list[Chunk])
             loser = kept[-1] if _is_there(nvme, chunk) else chunk
             log.error("two chunks claim the same extent; %s is dropped", loser.key.hex())
             residency.discard_recovered(loser)
+            residency.counters.rows_dropped += 1
             if loser is chunk:
                 break
             kept.pop()

@@ -238,6 +238,8 @@ class VolumeWriter:
         if group.left:
             self._try_later()
             return
+        if not group.pairs:  # all of it was removed before it could be written: that says nothing of the device
+            return
         self._retry_s = _FIRST_RETRY_S
         self._works_again()
 

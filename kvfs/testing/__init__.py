@@ -9,6 +9,7 @@ Concurrency: the methods of a `FaultySystem` are called in the volume's threads,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import struct
@@ -51,6 +52,8 @@ class FaultySystem(System):
         max_transfer: bytes after which a read or write comes back short.
         reads, writes: (offset, length) of each so far; num_syncs.
         read_gate, write_gate, sync_gate: while clear, such calls wait. They are set at first.
+        held_error: an errno with which writes fail that `hold_next_write` held, or 0; num_written: writes that came to
+            their end.
         now_ns: the time, if it is to stand still.
     """
 
@@ -63,13 +66,28 @@ class FaultySystem(System):
         self.writes: list[tuple[int, int]] = []
         self.num_syncs = 0
         self.read_gate, self.write_gate, self.sync_gate = (threading.Event() for _ in range(3))
+        self.held_error = self.num_written = 0
+        self._to_hold: list[threading.Event] = []
+        self._holding: list[threading.Event] = []
         self.now_ns: int | None = None
         self.open_gates()
 
     def open_gates(self) -> None:
         """Let every call go on."""
-        for gate in (self.read_gate, self.write_gate, self.sync_gate):
+        for gate in (self.read_gate, self.write_gate, self.sync_gate, *self._holding):
             gate.set()
+
+    def hold_next_write(self) -> threading.Event:
+        """Let the next write, and no other, wait until what is returned is set."""
+        gate = threading.Event()
+        self._holding.append(gate)
+        self._to_hold.append(gate)
+        return gate
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether each write that was to be held has begun."""
+        return not self._to_hold
 
     def close_gates(self) -> None:
         """Let every call wait: the device hangs."""
@@ -100,8 +118,13 @@ class FaultySystem(System):
         """See `System`."""
         self._pass(fd, self.write_gate)
         self.writes.append((offset, sum(len(buffer) for buffer in buffers)))
+        with contextlib.suppress(IndexError):  # threads: nobody looks first
+            self._to_hold.pop().wait()
+            _raise(self.held_error)
         _raise(self._of(fd, self.write_error))
-        return super().pwritev(fd, [buffers[0][: self.max_transfer]], offset)
+        count = super().pwritev(fd, [buffers[0][: self.max_transfer]], offset)
+        self.num_written += 1
+        return count
 
     def fdatasync(self, fd: int) -> None:
         """See `System`."""
@@ -299,6 +322,25 @@ async def read_all(store: Store, chunk: Chunk) -> bytes:
         return bytes(await store.read(chunk, 0, chunk.length))
     finally:
         store.release(chunk)
+
+
+async def hold_one_of_two(
+    system: FaultySystem, store: Store, table: ChunkTable, new: Sequence[NewChunk]
+) -> threading.Event:
+    """Store three chunks, so that the first is written alone and then two in a group, one of which is held.
+
+    The two must not be neighbours on the volume, or too large for one write. Set what is returned to let it go on.
+    """
+    assert await store.flush()
+    first = system.hold_next_write()
+    await store_chunk(store, table, new[0])
+    await eventually(lambda: system.is_holding)
+    for chunk in new[1:3]:  # they wait for a thread, and so become a group
+        await store_chunk(store, table, chunk)
+    before, held = system.num_written, system.hold_next_write()
+    first.set()
+    await eventually(lambda: system.num_written == before + 2)  # the first, and one of the two
+    return held
 
 
 # waiting

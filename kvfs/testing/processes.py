@@ -6,21 +6,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
-_PROC = Path("/proc")
+_PROC = "/proc"  # paths are text: of those that pathlib makes, each test of kvfs would make hundreds
 
 
-def _entries(directory: Path) -> list[str]:
+def _entries(directory: str) -> list[str]:
     try:
         return os.listdir(directory)
     except OSError:
         return []
 
 
-def _read(path: Path) -> bytes:
+def _read(path: str) -> bytes:
     try:
-        return path.read_bytes()
+        with open(path, "rb") as file:
+            return file.read()
     except OSError:
         return b""
 
@@ -32,9 +32,10 @@ def pids() -> list[int]:
 
 def open_files(pid: int) -> Iterator[tuple[int, str]]:
     """Each descriptor of a process, and what it leads to: a path as the kernel names it, or the like of "socket:[1]"."""
-    for name in _entries(_PROC / str(pid) / "fd"):
+    directory = f"{_PROC}/{pid}/fd"
+    for name in _entries(directory):
         try:
-            yield int(name), os.readlink(_PROC / str(pid) / "fd" / name)
+            yield int(name), os.readlink(f"{directory}/{name}")
         except OSError:
             continue
 
@@ -46,26 +47,26 @@ def num_descriptors(pid: int) -> int:
 
 def is_alive(pid: int) -> bool:
     """Whether a process has not ended; one that has may still wait for its parent to ask."""
-    state = _read(_PROC / str(pid) / "stat").rpartition(b")")[2].split()
+    state = _read(f"{_PROC}/{pid}/stat").rpartition(b")")[2].split()
     return bool(state) and state[0] not in (b"Z", b"X")
 
 
 def command_line(pid: int) -> str:
     """The words of a process, a space after each; empty if it has ended."""
-    return _read(_PROC / str(pid) / "cmdline").replace(b"\0", b" ").decode(errors="replace")
+    return _read(f"{_PROC}/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")
 
 
 def environment(pid: int) -> list[bytes]:
     """The variables that a process was started with, each as NAME=value."""
-    return _read(_PROC / str(pid) / "environ").split(b"\0")
+    return _read(f"{_PROC}/{pid}/environ").split(b"\0")
 
 
 def maps(pid: int) -> str:
     """What a process has mapped, one area a line."""
-    return _read(_PROC / str(pid) / "maps").decode("utf-8", "surrogateescape")
+    return _read(f"{_PROC}/{pid}/maps").decode("utf-8", "surrogateescape")
 
 
 def children(pid: int | None = None) -> list[int]:
     """The processes that one, or this one, started and that have not ended, or that nobody waited for."""
-    tasks = _PROC / ("self" if pid is None else str(pid)) / "task"
-    return [int(pid) for task in _entries(tasks) for pid in _read(tasks / task / "children").split()]
+    tasks = f"{_PROC}/{'self' if pid is None else pid}/task"
+    return [int(child) for task in _entries(tasks) for child in _read(f"{tasks}/{task}/children").split()]

@@ -18,25 +18,7 @@ from typing import Any
 
 import pytest
 
-
-def run(*command: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "LC_ALL": "C"}
-    return subprocess.run(
-        [str(word) for word in command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env=environment,
-        **more,
-    )
-
-
-def succeeds(*command: str | Path, **more: Any) -> str:
-    result = run(*command, **more)
-    if (result.returncode, result.stderr) != (0, ""):
-        pytest.fail(f"{command}: {result}")  # an assertion would shorten what was said
-    return result.stdout
+from .commands import run, succeeds
 
 
 def status(mount: Path) -> dict[str, Any]:

@@ -289,6 +289,15 @@ def test_rotten_bytes_are_never_shown(daemon: Any, engines: Any, wait: Any) -> N
     assert engine.client.match(engine.chains("abc")).count == 1
 
 
+def is_attached(client: Client) -> bool:
+    """Whether it attaches now, within its deadline."""
+    try:
+        client.attach()
+    except UnavailableError:
+        return False
+    return True
+
+
 @pytest.mark.heavy
 @pytest.mark.leaves("a mount")  # the stopped daemon's, until it is killed
 def test_a_mount_that_hangs_does_not_hide_what_is_mounted_there_later(daemon: Any, tmp_path: Path, wait: Any) -> None:
@@ -305,7 +314,7 @@ def test_a_mount_that_hangs_does_not_hide_what_is_mounted_there_later(daemon: An
         second = type(daemon)(tmp_path, tmp_path / "s")
         second.start(nvme=None)
         try:
-            client.attach()
+            wait(lambda: is_attached(client), "the other mount is asked")
             client.close()
         finally:
             second.clean_up()

@@ -5,20 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from .commands import succeeds
 
 QUOTA, MAX_AGE, STORED = "user.kvfs.quota", "user.kvfs.max_age", "user.kvfs.stored_bytes"
 
 
 def getfattr(path: Path) -> dict[str, str]:
     """What ``getfattr -d`` shows."""
-    result = subprocess.run(
-        ["getfattr", "--absolute-names", "-d", str(path)], capture_output=True, text=True, check=True, timeout=60
-    )
-    lines = result.stdout.splitlines()[1:]
+    lines = succeeds("getfattr", "--absolute-names", "-d", path).splitlines()[1:]
     return {name: value.strip('"') for name, _, value in (line.partition("=") for line in lines if line)}
 
 
@@ -40,7 +38,7 @@ def test_limits(engine: Any) -> None:
     assert told == {QUOTA: "none", MAX_AGE: "none", STORED: str(3 * size)}
     for name, values in {QUOTA: ["20GiB", "1536MiB", "1234567"], MAX_AGE: ["3d", "36h", "90s"]}.items():
         for value in values:
-            subprocess.run(["setfattr", "-n", name, "-v", value, str(directory)], check=True, timeout=60)
+            succeeds("setfattr", "-n", name, "-v", value, directory)
             assert getfattr(directory)[name] == value
     os.setxattr(directory, QUOTA, b"1.5 GiB")
     assert getfattr(directory)[QUOTA] == "1536MiB"

@@ -16,6 +16,8 @@ from safetensors import safe_open
 
 from kvfs.mount import mountpoint
 
+from .commands import run
+
 Run = Callable[..., str]
 
 
@@ -24,10 +26,7 @@ def sh(mounted: Any) -> Run:
     """Runs a command in the mount; its output."""
 
     def sh(*command: str | Path, code: int = 0) -> str:
-        result = subprocess.run(
-            [str(word) for word in command], cwd=mounted.path, capture_output=True, text=True, errors="replace", check=False, timeout=60,
-            env={**os.environ, "LC_ALL": "C", "TZ": "UTC"},
-        )  # fmt: skip
+        result = run(*command, cwd=mounted.path, errors="replace")
         assert result.returncode == code, (command, result.stdout, result.stderr)
         return result.stdout + result.stderr
 

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -15,25 +14,18 @@ from typing import Any
 
 import pytest
 
+from .commands import succeeds
+
 PIN, UNTIL = "user.kvfs.pin", "user.kvfs.pinned_until"
 
 
-def run(*command: str | Path) -> str:
-    environment = {**os.environ, "LC_ALL": "C"}
-    result = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, check=False, timeout=60, env=environment
-    )
-    assert (result.returncode, result.stderr) == (0, ""), (command, result)
-    return result.stdout
-
-
 def setfattr(path: Path, value: str | None, name: str = PIN) -> None:
-    run("setfattr", *(["-x", name] if value is None else ["-n", name, "-v", value]), path)
+    succeeds("setfattr", *(["-x", name] if value is None else ["-n", name, "-v", value]), path)
 
 
 def getfattr(path: Path) -> dict[str, str]:
     """What ``getfattr -d`` shows of a file or directory."""
-    lines = run("getfattr", "--absolute-names", "-d", path).splitlines()[1:]
+    lines = succeeds("getfattr", "--absolute-names", "-d", path).splitlines()[1:]
     return {name: value.strip('"') for name, _, value in (line.partition("=") for line in lines if line)}
 
 
@@ -125,7 +117,7 @@ def test_what_is_pinned_outlives_what_is_not(engine: Any, mounted: Any) -> None:
     assert now["counters"]["evictions_nvme"] > 200
     assert (now["num_pinned"], now["held_bytes"]) == (1, 3 * size)
     engine.load("abc")
-    run("rm", engine.file("abc"))
+    succeeds("rm", engine.file("abc"))
     assert json.loads(status.read_bytes())["held_bytes"] == 0
 
 

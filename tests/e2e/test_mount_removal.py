@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,7 @@ import pytest
 
 from kvfs.testing import soon
 
-
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "LC_ALL": "C"}
-    return subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, check=False, timeout=60, env=environment
-    )
+from .commands import run
 
 
 def gone(path: Path) -> bool:

@@ -514,4 +514,4 @@ def test_the_mount_does_what_posix_says(mounted: Any, engine: Any, max_examples:
 @pytest.mark.slow
 def test_the_mount_does_what_posix_says_for_long(mounted: Any, engine: Any) -> None:
     """Others at every run; a failure prints what reproduces it."""
-    play(engine, mounted.path, settings(COMMON, max_examples=1500, stateful_step_count=60))
+    play(engine, mounted.path, settings(COMMON, max_examples=1500, stateful_step_count=60, derandomize=False))

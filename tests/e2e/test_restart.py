@@ -62,7 +62,7 @@ def test_an_upgrade(daemon: Daemon, place: Path, engines: Callable[[Path], Engin
     wait_until(lambda: num_chunks(daemon, engine) == 3, "the chunks are taken over")
     wait_until(lambda: engine.client.match(engine.chains("abc")).count == 3, "the engine has attached again")
     engine.load("abc")
-    assert "took 3 chunks" in daemon.log
+    wait_until(lambda: "took 3 chunks" in daemon.log, "the log says so")
     result = kvfs("umount", str(daemon.path))
     assert result.returncode == 0
     assert daemon.ended() == 0

@@ -81,7 +81,7 @@ def test_a_daemon_that_replaced_a_stopped_one_is_found_through_the_mount(tmp_pat
     """The old one still listens and never answers: the second try asks the mount."""
     mount = plain_mount(tmp_path)
     (tmp_path / "second").mkdir()
-    with start(tmp_path) as daemon, Client(mount, NS, deadline_s=2.0) as client:
+    with start(tmp_path) as daemon, Client(mount, NS, deadline_s=5.0) as client:
         client.attach()
         client.close()
         with daemon.stopped():

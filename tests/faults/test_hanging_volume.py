@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -53,19 +53,18 @@ def system(tmp_path: Path) -> FaultySystem:
 
 @pytest.fixture
 async def opened(
-    tmp_path: Path, system: FaultySystem, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, system: FaultySystem, monkeypatch: pytest.MonkeyPatch, expect_log: Callable[[str], None]
 ) -> AsyncIterator[tuple[Store, ChunkTable]]:
-    """A store with two volumes and chunks on both; it soon says that one hangs."""
+    """A store with two volumes and chunks on both; it soon says that one hangs, as a slow one may seem to for a moment."""
+    expect_log(HANGS)
     monkeypatch.setattr(volume_writer, "_HANGS_AFTER_S", 0.2)
-    monkeypatch.setattr(residency, "PATIENCE_S", 1.0)
-    monkeypatch.setattr(prefetch, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(residency, "PATIENCE_S", 3.0)  # what the other volume is asked for has to be done by then
     async with open_table(tmp_path, MIB, system, volumes=2, ram=16 << 20, nvme=64 << 20) as (store, table):
         await store_chain(store, table, chain_of(MIB, 10))
         assert await store.flush()
         yield store, table
 
 
-@pytest.mark.expect_log(HANGS)
 async def test_everything_else_goes_on_while_writes_hang(
     opened: tuple[Store, ChunkTable], system: FaultySystem
 ) -> None:
@@ -78,7 +77,7 @@ async def test_everything_else_goes_on_while_writes_hang(
         assert set(await store_chain(store, table, later)) == {StoreStatus.STORED}
         await eventually(lambda: store.statistics().volumes[1].is_degraded)
         await eventually(lambda: all(chunk.volume for chunk in table.chunks.values() if chunk.is_dirty))
-        assert not store.statistics().volumes[0].is_degraded
+        await eventually(lambda: not store.statistics().volumes[0].is_degraded)
         matched = store.match(table, later.keys)
         assert {chunk.tier for chunk in matched} == {Tier.RAM}
         store.release_all(matched)
@@ -97,7 +96,6 @@ async def test_everything_else_goes_on_while_writes_hang(
     assert b'"event":"recovered"' in store.events.read(0, 1 << 20)
 
 
-@pytest.mark.expect_log(HANGS)
 async def test_stores_go_on_when_ram_is_full_of_what_a_hanging_volume_should_have(
     opened: tuple[Store, ChunkTable], system: FaultySystem
 ) -> None:
@@ -118,15 +116,19 @@ async def test_stores_go_on_when_ram_is_full_of_what_a_hanging_volume_should_hav
 
 
 async def test_what_others_have_is_prefetched_while_reads_hang(
-    opened: tuple[Store, ChunkTable], system: FaultySystem
+    opened: tuple[Store, ChunkTable], system: FaultySystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The threads of the other volume, and the one who gives orders, are free; later the rest comes too."""
     store, table = opened
+    assert store._prefetcher is not None
     good, bad = stripes_of(store)
     for chunk in table.chunks.values():
         store._residency.ram.drop(chunk)
     system.close_gates()
+    monkeypatch.setattr(prefetch, "_PATIENCE_S", 0.05)
     store.prefetch(on(table, bad), 10, DEADLINE_S)
+    await eventually(lambda: store._prefetcher._hanging)
+    monkeypatch.setattr(prefetch, "_PATIENCE_S", DEADLINE_S)  # the other may be slow
     store.prefetch(on(table, good), 0, DEADLINE_S)
     await eventually(lambda: all(chunk.ram != NOWHERE for chunk in on(table, good)))
     assert all(chunk.ram == NOWHERE for chunk in on(table, bad))

@@ -159,7 +159,7 @@ class Tracer:
 
 
 @pytest.mark.leaves("a descriptor")  # of what was interrupted between opening and keeping it; the process ends then
-@pytest.mark.parametrize("index", ["whole", "rubbish"])
+@pytest.mark.parametrize("index", ["whole", pytest.param("rubbish", marks=pytest.mark.heavy)])
 async def test_ctrl_c_at_any_line_leaves_an_index(tmp_path: Path, chains: list[KeyChain], index: str) -> None:
     """While the new one is written and put in its place: it is the old one, or the whole new one, and nothing is left."""
     path = tmp_path / "nvme" / INDEX

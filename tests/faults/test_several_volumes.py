@@ -299,7 +299,7 @@ async def test_a_small_ram_lets_go_of_what_the_bad_device_does_not_take(tmp_path
         nvme = store._residency.nvme
         assert nvme is not None
         await eventually(lambda: store.statistics().volumes[0].dirty_bytes == 0)
-        assert store.statistics().volumes[1].is_degraded
+        await eventually(lambda: store.statistics().volumes[1].is_degraded)
         assert all(key in table.chunks for key in stored if nvme.choose(key) == 0)
         system.write_error = 0
         assert await store.flush()

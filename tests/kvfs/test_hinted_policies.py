@@ -178,10 +178,14 @@ def trained(policy: Learned[Item], seed: int) -> None:
     policy._ranking.forget_lowest()
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.integers(0, 1 << 32), st.booleans(), st.sampled_from([0.2, 0.5, 1.0]))
-def test_what_a_namespace_expects_costs_no_other(seed: int, at_once: bool, share: float) -> None:
+@pytest.mark.parametrize("max_examples", [80, pytest.param(300, marks=pytest.mark.heavy)])
+def test_what_a_namespace_expects_costs_no_other(max_examples: int) -> None:
     """However many have to go, one by one or all at once, of the other namespace no more go than without the hints."""
+    settings(max_examples=max_examples)(costs_no_other)()
+
+
+@given(st.integers(0, 1 << 32), st.booleans(), st.sampled_from([0.2, 0.5, 1.0]))
+def costs_no_other(seed: int, at_once: bool, share: float) -> None:
     orders: list[list[Item]] = []
     for has_hints in (False, True):
         chance, time = random.Random(seed), Time()

@@ -162,7 +162,7 @@ class Standing(Hurried):
 
 
 @pytest.mark.parametrize("before", POLICIES)
-@pytest.mark.parametrize("after", ["lru", "fifo"])
+@pytest.mark.parametrize("after", ["lru", pytest.param("fifo", marks=pytest.mark.heavy)])
 async def test_the_order_is_that_of_last_use_and_leaves_go_first(tmp_path: Path, before: str, after: str) -> None:
     """Whatever said so before; a chunk that something was built on later counts as used then."""
     system = Standing()

@@ -81,7 +81,7 @@ def test_the_settings_know_every_policy() -> None:
     assert tuple(NAMES) == POLICIES
 
 
-@pytest.mark.parametrize("nvme", [None, 20 << 20])
+@pytest.mark.parametrize("nvme", [None, pytest.param(20 << 20, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_leases_pins_and_bytes_hold_under_every_policy(policy: str, nvme: int | None, tmp_path: Path) -> None:
     """Three times as much is stored as fits, some of it again and again."""

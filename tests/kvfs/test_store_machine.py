@@ -733,4 +733,4 @@ def test_the_store_does_what_the_model_says(tmp_path: Path, max_examples: int) -
 @pytest.mark.slow
 def test_the_store_does_what_the_model_says_for_long(tmp_path: Path) -> None:
     """Others at every run; a failure prints what reproduces it."""
-    play(tmp_path, settings(COMMON, max_examples=1500, stateful_step_count=100))
+    play(tmp_path, settings(COMMON, max_examples=1500, stateful_step_count=100, derandomize=False))

@@ -3,80 +3,39 @@
 from __future__ import annotations
 
 import errno
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from kvfs.catalog import ChunkTable
-from kvfs.messages import NewChunk
 from kvfs.statistics import Fault
-from kvfs.store import Store
-from kvfs.testing import FaultySystem, chain_of, eventually, new_chunks, open_table, sized_namespace, store_chunk
+from kvfs.testing import (
+    FaultySystem,
+    chain_of,
+    eventually,
+    hold_one_of_two,
+    new_chunks,
+    open_table,
+    sized_namespace,
+    store_chunk,
+)
 
 LARGE = sized_namespace(5 << 20, num_layers=2)  # two of them are two writes
 
 
-class HoldingSystem(FaultySystem):
-    """One whose next write, once `is_holding` is set, waits for `may_go`, and then fails with `held_error`, if it is one.
-
-    Attributes: num_done: writes that came to their end.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_holding = False
-        self.held_error = 0
-        self.may_go = threading.Event()
-        self.num_done = 0
-
-    def open_gates(self) -> None:
-        """See `FaultySystem`."""
-        super().open_gates()
-        if hasattr(self, "may_go"):
-            self.may_go.set()
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        """See `System`."""
-        if self.is_holding:
-            may_go, self.is_holding = self.may_go, False
-            may_go.wait()
-            if self.held_error:
-                raise OSError(self.held_error, "held and failed")
-        count = super().pwritev(fd, buffers, offset)
-        self.num_done += 1
-        return count
-
-
-async def hold_one_of_two(system: HoldingSystem, store: Store, table: ChunkTable, new: list[NewChunk]) -> None:
-    """Have the first three chunks written: one alone, two in a group of two writes, of which one is held."""
-    assert await store.flush()
-    system.is_holding = True
-    await store_chunk(store, table, new[0])
-    await eventually(lambda: not system.is_holding)
-    for chunk in new[1:3]:  # they wait for a thread, and so become a group
-        await store_chunk(store, table, chunk)
-    before, system.is_holding = system.num_done, True
-    held, system.may_go = system.may_go, threading.Event()
-    held.set()
-    await eventually(lambda: system.num_done == before + 2)  # the first, and one of the two
-
-
 async def test_the_next_group_is_written_beside_the_last_writes_of_the_one_before(tmp_path: Path) -> None:
     """A write that takes long holds up no other; but none is durable before it, and all are in the end."""
-    system = HoldingSystem()
+    system = FaultySystem()
     chain = chain_of(LARGE, 4)
     new = new_chunks(chain)
     async with open_table(tmp_path, LARGE, system, ram=32 << 20, nvme=64 << 20, window_bytes=8 << 20) as (store, table):
-        await hold_one_of_two(system, store, table, new)
+        held = await hold_one_of_two(system, store, table, new)
         await eventually(lambda: not table.chunks[chain.keys[0]].is_dirty)
-        done, syncs = system.num_done, system.num_syncs
+        done, syncs = system.num_written, system.num_syncs
         await store_chunk(store, table, new[3])
-        await eventually(lambda: system.num_done == done + 1)
+        await eventually(lambda: system.num_written == done + 1)
         assert system.num_syncs == syncs
         assert all(table.chunks[key].is_dirty for key in chain.keys[1:])
-        system.may_go.set()
+        held.set()
         assert await store.flush(60)
         assert not any(table.chunks[key].is_dirty for key in chain.keys)
 
@@ -84,16 +43,16 @@ async def test_the_next_group_is_written_beside_the_last_writes_of_the_one_befor
 @pytest.mark.expect_log("writing to NVMe")
 async def test_a_group_that_fails_beside_another(tmp_path: Path) -> None:
     """The one that was written becomes clean, the other is tried again."""
-    system = HoldingSystem()
+    system = FaultySystem()
     chain = chain_of(LARGE, 4)
     new = new_chunks(chain)
     async with open_table(tmp_path, LARGE, system, ram=32 << 20, nvme=64 << 20, window_bytes=8 << 20) as (store, table):
-        await hold_one_of_two(system, store, table, new)
+        held = await hold_one_of_two(system, store, table, new)
         system.held_error = errno.EIO
-        done = system.num_done
+        done = system.num_written
         await store_chunk(store, table, new[3])
-        await eventually(lambda: system.num_done == done + 1)
-        system.may_go.set()
+        await eventually(lambda: system.num_written == done + 1)
+        held.set()
         assert await store.flush(60)
         assert not any(table.chunks[key].is_dirty for key in chain.keys)
         assert store.counters.io_errors == 1
@@ -135,3 +94,23 @@ async def test_a_full_disk_is_no_device_that_fails(tmp_path: Path) -> None:
             assert store.statistics().volumes[0].is_disk_full == (fault is Fault.DISK_FULL)
         system.write_error = 0
         await eventually(lambda: store.statistics().volumes[0].fault is Fault.NONE)
+
+
+@pytest.mark.expect_log("writing to NVMe")
+async def test_what_was_removed_in_time_does_not_say_that_a_device_works_again(tmp_path: Path) -> None:
+    """A group of which nothing is left to be written is no proof; the next write that succeeds is."""
+    system = FaultySystem()
+    async with open_table(tmp_path, system=system) as (store, table):
+        system.write_error = errno.EIO
+        for seed in range(2):
+            chain = chain_of(table.namespace, 1, seed)
+            await store_chunk(store, table, new_chunks(chain)[0])
+            await eventually(lambda n=seed: store.counters.io_errors > n)
+            await store.remove([table.chunks[chain.keys[0]]])
+            assert await store.flush()
+        assert store.statistics().nvme.is_degraded  # type: ignore[union-attr]
+        system.write_error = 0
+        await store_chunk(store, table, new_chunks(chain_of(table.namespace, 1, 2))[0])
+        assert await store.flush()
+        events = bytes(store.events.read(0, 1 << 20))
+        assert (events.count(b'"degraded"'), events.count(b'"recovered"')) == (1, 1)

@@ -95,6 +95,15 @@ def store(path: Path, tokens: list[int], namespace: Namespace = NAMESPACE, *, fi
     return [key_of(value).hex() for value in chain.chains[first:]]
 
 
+def store_three(path: Path) -> tuple[list[str], list[str], list[str]]:
+    """Store a prompt of four chunks, one of three that shares the first, and one of two that shares none; their keys."""
+    return (
+        store(path, list(range(64))),
+        store(path, [*range(16), *range(100, 132)]),
+        store(path, list(range(500, 532))),
+    )
+
+
 def assert_refused(result: subprocess.CompletedProcess[str], sentence: str) -> None:
     """The command was used wrongly: it says so in one sentence that begins like this, and nothing else."""
     assert (result.returncode, result.stdout) == (2, "")

@@ -21,7 +21,7 @@ from kvfs.keys import KeyChain, root
 from kvfs.testing import DEADLINE_S, wait_until
 from kvfs.tools import removing, rm
 
-from .conftest import KVFS, NAMESPACE, Mount, assert_refused, kvfs, store
+from .conftest import KVFS, NAMESPACE, Mount, assert_refused, kvfs, store, store_three
 
 pytestmark = [
     pytest.mark.heavy,
@@ -84,9 +84,7 @@ def test_mistakes_end_with_one_sentence(arguments: list[str], sentence: str) -> 
 def test_prefixes_by_the_paths_that_ls_prints(mount: Mount) -> None:
     """Patterns and whole keys; each prefix goes with all that was built on it and nothing else, tails first."""
     mount.start()
-    keys = store(mount.path, list(range(64)))
-    branch = store(mount.path, [*range(16), *range(100, 132)])
-    other = store(mount.path, list(range(500, 532)))
+    keys, branch, other = store_three(mount.path)
     lines = kvfs("ls", mount.path, "tiny").stdout.splitlines()
     [path] = [line.split()[0] for line in lines if branch[1][:8] in line]
     assert "*/" in path

@@ -11,7 +11,7 @@ import pytest
 
 from kvfs.testing import DEADLINE_S, wait_until
 
-from .conftest import KVFS, NAMESPACE, Mount, assert_refused, kvfs, store
+from .conftest import KVFS, NAMESPACE, Mount, assert_refused, kvfs, store, store_three
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
 
@@ -51,9 +51,7 @@ def test_mistakes_end_with_one_sentence(arguments: list[str], sentence: str) -> 
 def test_prefixes_files_and_namespaces(mount: Mount) -> None:
     """What is named is in RAM afterwards, nothing else, and it was not used by that."""
     mount.start()
-    keys = store(mount.path, list(range(64)))
-    branch = store(mount.path, [*range(16), *range(100, 132)])
-    other = store(mount.path, list(range(500, 532)))
+    keys, branch, other = store_three(mount.path)
     start_again(mount)
     everything = [*keys, *branch[1:], *other]
     before = uses(mount, everything)
