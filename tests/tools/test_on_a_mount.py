@@ -222,12 +222,12 @@ def test_a_container_does_not_keep_the_daemon(mount: Mount) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes mount namespaces")
 def test_status_without_a_mount_point_finds_what_is_mounted(mount: Mount) -> None:
-    """One mount is shown, several have a line each, none is one sentence; in a namespace without other tests' mounts."""
+    """One mount is shown, several have a line each, none is one sentence; in a namespace without other tests' mounts and kept RAM."""
     other = Mount(mount.path.parent / "other", [flag.replace("/volume", "/volume2") for flag in mount.flags])
     script = """
         kvfs=$1 one=$2 two=$3
-        for path in $(awk '$8 == "fuse.kvfs" {print $5}' /proc/self/mountinfo); do
-            [ "$path" = "$one" ] || [ "$path" = "$two" ] || umount --lazy "$path"
+        for path in $(awk '$8 == "fuse.kvfs" || $9 == "kvfs-arena" {print $5}' /proc/self/mountinfo); do
+            [ "$path" = "$one" ] || [ "$path" = "$two" ] || umount --lazy "$(printf %b "$path")"
         done
         $kvfs status; $kvfs status --json; umount --lazy "$two"
         $kvfs status; $kvfs status --json; umount --lazy "$one"
