@@ -21,17 +21,18 @@ import msgspec
 from kvfs.errors import UsageError
 from kvfs.policies.base import Mark
 
-NUM_SPANS = 18
+NUM_SPANS = 22  # the last begins after twelve days
 EDGES = (0.0, *(2.0**power for power in range(NUM_SPANS - 1)))
-"""Where each span of ages begins, in seconds: 0, 1, 2, 4, … 65536; the last is open."""
+"""Where each span of ages begins, in seconds: 0, 1, 2, 4, … 1048576; the last is open."""
 _WIDTHS = (1.0, *EDGES[1:])  # of the open one: as long as it took to get there
 _MAX_WATCHED = 4096  # to look at all of them takes 3 ms then, most of it waiting for memory
 _STEP = 512
 _GROUPS_A_STEP = 8  # 25 µs each
 _MOST_MASK = 0xFFFF
 _GHOSTS = 4  # times what is in the tier
-_PRIOR = 200.0  # entries' worth of evidence that a group is like all others together
+_PRIOR = 30.0  # entries' worth of evidence that a group is like all others together
 _HALF_LIFE_S = 3600.0
+_HALF_LIFE_SEEN = 4000.0  # what was learned from less is not halved, however old it is
 
 
 def span_of(age: float) -> int:
@@ -92,7 +93,7 @@ class Reuse:
             self._count(watched, group, now)
             watched.is_back = True
         self._here[mark] = watched
-        if len(self._here) + len(self._gone) > _MAX_WATCHED:
+        if self.num_watched > _MAX_WATCHED:
             self._watch_less()
         return watched
 
@@ -130,6 +131,14 @@ class Reuse:
                 kept.pop(mark).is_watched = False
         self._halve()
 
+    @property
+    def num_watched(self) -> int:
+        """How many are watched, in the tier or gone from it."""
+        return len(self._here) + len(self._gone)
+
+    def _num_seen(self) -> float:
+        return sum(map(sum, self._used)) + sum(map(sum, self._forgotten))
+
     def _halve(self) -> None:
         for table in (self._used, self._forgotten):
             for row in table:
@@ -154,9 +163,10 @@ class Reuse:
 
     def rebuild(self, now: float) -> Iterator[None]:
         """Make the index anew from what was learned until now, in short steps: the last one does it."""
-        if now - self._halved_at >= _HALF_LIFE_S:
-            if self._halved_at != -inf:
-                self._halve()
+        if self._halved_at == -inf:
+            self._halved_at = now
+        elif now - self._halved_at >= _HALF_LIFE_S and self._num_seen() >= _HALF_LIFE_SEEN:
+            self._halve()
             self._halved_at = now
         watched = [*self._here.values(), *self._gone.values()]
         waiting: Counter[int] = Counter()

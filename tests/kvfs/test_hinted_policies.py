@@ -289,7 +289,7 @@ def test_a_class_stays_when_an_entry_is_used_and_goes_on_after_a_restart() -> No
     before.touch([item])
     node = before._forest.get(item)
     assert node is not None
-    assert node.group == before._groups.first(table, 9) + 3
+    assert node.group == before._groups.first(table, 9) + 3  # of 4 to 7 uses
     after: Learned[Item] = Learned(time)
     after.recall(before.learnt(lambda _: "t"), {"t": table}.get)
     assert after._groups.first(table, 9) == before._groups.first(table, 9) != after._groups.first(table, 0)

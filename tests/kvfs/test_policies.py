@@ -518,7 +518,7 @@ def test_what_is_recovered_at_once_goes_as_what_is_recovered_one_by_one(name: st
     [
         lambda raw: raw[: len(raw) // 2],
         lambda raw: b"",
-        lambda raw: raw.replace(b"kvfs-learned/2", b"kvfs-learned/1"),
+        lambda raw: raw.replace(b"kvfs-learned/3", b"kvfs-learned/2"),
         lambda raw: raw.replace(b'"part":0', b'"part":2'),
         lambda raw: raw.replace(b'"used":[[', b'"used":[[1.0],['),
         lambda raw: raw.replace(b'"used":[[0.0', b'"used":[[-1.0'),
