@@ -6,7 +6,8 @@ to be used soon stays, and another of its namespace goes, see `protected`: such 
 
 Concurrency: none of this waits. A use costs what it costs to find the entry; a victim a few microseconds. The index is
 made anew after some uses, the more the more is watched, but not within `_REBUILD_S` seconds, a step with each of the
-next uses: no call takes a millisecond, however large the tier is (a million entries: 0.9 ms at most; 6.7 when the index was made at once).
+next uses: no call takes a millisecond, however large the tier is (a million entries: 0.9 ms at most; 6.7 when the
+index was made at once).
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from kvfs.policies.ranking import TICK_S, Ranked, Ranking
 from kvfs.policies.reuse import Learnt, Reuse
 
 _WATCHED_A_USE = 40  # so that a use costs the same however many are watched: of 4,096 the index is made every 100 uses
+_FEWEST_USES = 10  # until then nothing is known
 _REBUILD_S = 1.0
-_BY_USES = (0, 1, 2, 2, *[3] * 4, *[4] * 8, 5)  # the group for 0, 1, 2, … and 16 or more uses after the first
+_BY_USES = (0, 1, 2, 3, 4, 4, *[5] * 3, *[6] * 7, 7)  # the group for 0, 1, 2, … and 16 or more uses after the first
 _NUM_BY_USES = 8  # a power of two; what is used by everybody differs much from what is used now and then
 _NUM_CLASSES = 8  # of a namespace with groups of their own, 0 among them
 
@@ -226,7 +228,10 @@ class Learned(Generic[E]):
             if next(self._rebuilding, _DONE) is _DONE:
                 self._rebuilding = None
                 self._ranking.forget_lowest()
-        elif self._num_uses >= self._reuse.num_watched / _WATCHED_A_USE and now - self._rebuilt_at >= _REBUILD_S:
+        elif (
+            self._num_uses >= max(_FEWEST_USES, self._reuse.num_watched / _WATCHED_A_USE)
+            and now - self._rebuilt_at >= _REBUILD_S
+        ):
             self._num_uses = 0
             self._rebuilt_at = now
             self._rebuilding = self._reuse.rebuild(now)

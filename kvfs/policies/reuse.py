@@ -30,7 +30,7 @@ _STEP = 512
 _GROUPS_A_STEP = 8  # 25 µs each
 _MOST_MASK = 0xFFFF
 _GHOSTS = 4  # times what is in the tier
-_PRIOR = 30.0  # entries' worth of evidence that a group is like all others together
+_PRIOR = 5.0  # entries' worth of evidence that a group is like all others together
 _HALF_LIFE_S = 3600.0
 _HALF_LIFE_SEEN = 4000.0  # what was learned from less is not halved, however old it is
 
