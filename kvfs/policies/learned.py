@@ -66,7 +66,7 @@ class Learned(Generic[E]):
         self._weigh = weigh
         self._groups = Groups(_NUM_BY_USES * len(worth), num_classes)
         num_groups = self._groups.num
-        self._reuse = Reuse(num_groups)
+        self._reuse = Reuse(num_groups, _NUM_BY_USES)
         weighed = [worth[group // _NUM_BY_USES % len(worth)] for group in range(num_groups)]
         self._forest: Forest[E] = Forest()
         self._ranking: Ranking[E] = Ranking(clock, self._reuse.index, weighed, 2 * num_groups)

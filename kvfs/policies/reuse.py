@@ -30,7 +30,7 @@ _STEP = 512
 _GROUPS_A_STEP = 8  # 25 µs each
 _MOST_MASK = 0xFFFF
 _GHOSTS = 4  # times what is in the tier
-_PRIOR = 5.0  # entries' worth of evidence that a group is like all others together
+_PRIOR = 15.0  # entries' worth of evidence that a group is like the one of fewer uses
 _HALF_LIFE_S = 3600.0
 _HALF_LIFE_SEEN = 4000.0  # what was learned from less is not halved, however old it is
 
@@ -66,10 +66,14 @@ class Watched:
 class Reuse:
     """The sample, what was learned, and the index.
 
+    So many groups in a row, `num_by_uses`, are alike but for their uses, which grow: of each little is known at first but
+    that it is like the one before it, and of the first that it is like all others together.
+
     Attributes: index: for each group its value at the beginning of each span.
     """
 
-    def __init__(self, num_groups: int) -> None:
+    def __init__(self, num_groups: int, num_by_uses: int = 1) -> None:
+        self._num_by_uses = num_by_uses
         self.index = [[0.0] * NUM_SPANS for _ in range(num_groups)]
         self._here: dict[Mark, Watched] = {}
         self._gone: OrderedDict[Mark, Watched] = OrderedDict()
@@ -190,8 +194,12 @@ class Reuse:
         common = _hazards(all_used, all_censored, [0.0] * NUM_SPANS, 1e-6) if known else [0.0] * NUM_SPANS
         index = [_index(common)] * len(censored)
         prior_weight = _PRIOR / (self._mask + 1)
+        before = common
         for number, group in enumerate(known, 1):
-            index[group] = _index(_hazards(used[group], censored[group], common, prior_weight))
+            if not group % self._num_by_uses:
+                before = common
+            before = _hazards(used[group], censored[group], before, prior_weight)
+            index[group] = _index(before)
             if not number % _GROUPS_A_STEP:
                 yield
         self.index[:] = index
