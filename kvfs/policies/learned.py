@@ -32,7 +32,7 @@ from kvfs.policies.reuse import Learnt, Reuse
 
 _WATCHED_A_USE = 40  # so that a use costs the same however many are watched: of 4,096 the index is made every 100 uses
 _FEWEST_USES = 10  # until then nothing is known
-_REBUILD_S = 1.0
+_REBUILD_S = 0.25
 _BY_USES = (0, 1, 2, 3, 4, 4, *[5] * 3, *[6] * 7, 7)  # the group for 0, 1, 2, … and 16 or more uses after the first
 _NUM_BY_USES = 8  # a power of two; what is used by everybody differs much from what is used now and then
 _NUM_CLASSES = 8  # of a namespace with groups of their own, 0 among them

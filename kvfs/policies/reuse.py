@@ -21,10 +21,11 @@ import msgspec
 from kvfs.errors import UsageError
 from kvfs.policies.base import Mark
 
-NUM_SPANS = 22  # the last begins after twelve days
-EDGES = (0.0, *(2.0**power for power in range(NUM_SPANS - 1)))
-"""Where each span of ages begins, in seconds: 0, 1, 2, 4, … 1048576; the last is open."""
-_WIDTHS = (1.0, *EDGES[1:])  # of the open one: as long as it took to get there
+SPANS_A_S = 16  # as long as the first one
+NUM_SPANS = 26  # the last begins after twelve days
+EDGES = (0.0, *(2.0**power / SPANS_A_S for power in range(NUM_SPANS - 1)))
+"""Where each span of ages begins, in seconds: 0, 1/16, 1/8, … 1, 2, 4, … 1048576; the last is open."""
+_WIDTHS = (EDGES[1], *EDGES[1:])  # of the open one: as long as it took to get there
 _MAX_WATCHED = 4096  # to look at all of them takes 3 ms then, most of it waiting for memory
 _STEP = 512
 _GROUPS_A_STEP = 8  # 25 µs each
@@ -37,7 +38,7 @@ _HALF_LIFE_SEEN = 4000.0  # what was learned from less is not halved, however ol
 
 def span_of(age: float) -> int:
     """The span that an age lies in."""
-    return min(int(age).bit_length(), NUM_SPANS - 1)
+    return min(int(age * SPANS_A_S).bit_length(), NUM_SPANS - 1)
 
 
 class Learnt(msgspec.Struct, frozen=True):
@@ -178,7 +179,9 @@ class Reuse:
             waiting.update(
                 [
                     one.group << 8
-                    | (int(now - one.last).bit_length() if one.last < now else 0)  # used since the first step
+                    | (
+                        int((now - one.last) * SPANS_A_S).bit_length() if one.last < now else 0
+                    )  # used since the first step
                     for one in watched[first : first + _STEP]
                     if one.is_watched
                 ]

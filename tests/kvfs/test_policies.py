@@ -401,7 +401,8 @@ def test_reuse_watches_a_bounded_sample() -> None:
 
 
 def test_spans() -> None:
-    assert [span_of(age) for age in (0.0, 0.9, 1.0, 1.9, 2.0, 1e9)] == [0, 0, 1, 1, 2, NUM_SPANS - 1]
+    ages = (0.0, 0.06, 0.0625, 0.9, 1.0, 1.9, 2.0, 1e9)
+    assert [span_of(age) for age in ages] == [0, 0, 1, 4, 5, 5, 6, NUM_SPANS - 1]
     assert all(span_of(edge) == span for span, edge in enumerate(EDGES))
 
 
