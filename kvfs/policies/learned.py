@@ -5,8 +5,9 @@ Entries are grouped by how often they were used, and by namespace and class (wha
 to be used soon stays, and another of its namespace goes, see `protected`: such a node has a group below 0.
 
 Concurrency: none of this waits. A use costs what it costs to find the entry; a victim a few microseconds. The index is
-made anew after `_REBUILD_EVERY` uses, but not within `_REBUILD_S` seconds, a step with each of the next uses: no call
-takes a millisecond, however large the tier is (a million entries: 0.9 ms at most; 6.7 when the index was made at once).
+made anew after some uses, the more the more is watched, but not within `_REBUILD_S` seconds, a step with each of the
+next uses: no call takes a millisecond, however large the tier is (a million entries: 0.9 ms at most; 6.7 when the
+index was made at once).
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from kvfs.policies.protected import Protected
 from kvfs.policies.ranking import TICK_S, Ranked, Ranking
 from kvfs.policies.reuse import Learnt, Reuse
 
-_REBUILD_EVERY = 100
-_REBUILD_S = 1.0
-_BY_USES = (0, 1, 2, 2, 3)  # the group for 0, 1, 2, 3, and more uses after the first
-_NUM_BY_USES = 4
+_WATCHED_A_USE = 40  # so that a use costs the same however many are watched: of 4,096 the index is made every 100 uses
+_FEWEST_USES = 10  # until then nothing is known
+_REBUILD_S = 0.25
+_BY_USES = (0, 1, 2, 3, 4, 4, *[5] * 3, *[6] * 7, 7)  # the group for 0, 1, 2, … and 16 or more uses after the first
+_NUM_BY_USES = 8  # a power of two; what is used by everybody differs much from what is used now and then
 _NUM_CLASSES = 8  # of a namespace with groups of their own, 0 among them
 
 _DONE = object()
-_FORMAT = "kvfs-learned/2"
+_FORMAT = "kvfs-learned/3"
 
 
 class _Memory(msgspec.Struct, frozen=True):
@@ -64,7 +66,7 @@ class Learned(Generic[E]):
         self._weigh = weigh
         self._groups = Groups(_NUM_BY_USES * len(worth), num_classes)
         num_groups = self._groups.num
-        self._reuse = Reuse(num_groups)
+        self._reuse = Reuse(num_groups, _NUM_BY_USES)
         weighed = [worth[group // _NUM_BY_USES % len(worth)] for group in range(num_groups)]
         self._forest: Forest[E] = Forest()
         self._ranking: Ranking[E] = Ranking(clock, self._reuse.index, weighed, 2 * num_groups)
@@ -84,7 +86,7 @@ class Learned(Generic[E]):
 
     def _group_of(self, entry: E, first: int) -> int:
         uses = entry.hits + entry.returns
-        group = first + (_BY_USES[uses] if uses < len(_BY_USES) else _NUM_BY_USES - 1)
+        group = first + (_BY_USES[uses] if uses < len(_BY_USES) else _BY_USES[-1])
         return group if self._weigh is None else group + _NUM_BY_USES * self._weigh(entry)
 
     # what happens to entries
@@ -148,7 +150,7 @@ class Learned(Generic[E]):
             if node.group < 0:
                 self._protected.no_more(node)
             uses = entry.hits + entry.returns  # as in `_group`; a call costs as much as all the rest
-            group = (node.group & blocks) + (_BY_USES[uses] if uses < len(_BY_USES) else _NUM_BY_USES - 1)
+            group = (node.group & blocks) + (_BY_USES[uses] if uses < len(_BY_USES) else _BY_USES[-1])
             if weigh is not None:
                 group += _NUM_BY_USES * weigh(entry)
             watched = node.watched
@@ -226,7 +228,10 @@ class Learned(Generic[E]):
             if next(self._rebuilding, _DONE) is _DONE:
                 self._rebuilding = None
                 self._ranking.forget_lowest()
-        elif self._num_uses >= _REBUILD_EVERY and now - self._rebuilt_at >= _REBUILD_S:
+        elif (
+            self._num_uses >= max(_FEWEST_USES, self._reuse.num_watched / _WATCHED_A_USE)
+            and now - self._rebuilt_at >= _REBUILD_S
+        ):
             self._num_uses = 0
             self._rebuilt_at = now
             self._rebuilding = self._reuse.rebuild(now)

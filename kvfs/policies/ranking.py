@@ -19,9 +19,9 @@ from typing import Generic
 
 from kvfs.policies.base import Clock, E
 from kvfs.policies.leaves import Leaves, Node
-from kvfs.policies.reuse import EDGES, NUM_SPANS
+from kvfs.policies.reuse import EDGES, NUM_SPANS, SPANS_A_S
 
-TICK_S = 0.25
+TICK_S = 2.0**-6
 """Uses within one count as simultaneous."""
 _AHEAD = 48
 _SEEK_EVERY_S = 1.0
@@ -111,10 +111,10 @@ class Ranking(Generic[E]):
 
     def _value(self, group: int, age: float) -> float:
         values = self._index[group]
-        span = int(age).bit_length()
+        span = int(age * SPANS_A_S).bit_length()
         if span >= NUM_SPANS - 1:
             return values[-1] * self._worth[group]
-        share = age / EDGES[span] - 1 if span else age  # of the span, which is as long as what is before it
+        share = age / EDGES[span] - 1 if span else age * SPANS_A_S  # of the span, which is as long as what is before it
         return (values[span] + (values[span + 1] - values[span]) * share) * self._worth[group]
 
     def candidates(self, now: float, groups: Iterable[int]) -> Iterator[Ranked[E]]:

@@ -21,22 +21,24 @@ import msgspec
 from kvfs.errors import UsageError
 from kvfs.policies.base import Mark
 
-NUM_SPANS = 18
-EDGES = (0.0, *(2.0**power for power in range(NUM_SPANS - 1)))
-"""Where each span of ages begins, in seconds: 0, 1, 2, 4, … 65536; the last is open."""
-_WIDTHS = (1.0, *EDGES[1:])  # of the open one: as long as it took to get there
+SPANS_A_S = 16  # as long as the first one
+NUM_SPANS = 26  # the last begins after twelve days
+EDGES = (0.0, *(2.0**power / SPANS_A_S for power in range(NUM_SPANS - 1)))
+"""Where each span of ages begins, in seconds: 0, 1/16, 1/8, … 1, 2, 4, … 1048576; the last is open."""
+_WIDTHS = (EDGES[1], *EDGES[1:])  # of the open one: as long as it took to get there
 _MAX_WATCHED = 4096  # to look at all of them takes 3 ms then, most of it waiting for memory
 _STEP = 512
 _GROUPS_A_STEP = 8  # 25 µs each
 _MOST_MASK = 0xFFFF
 _GHOSTS = 4  # times what is in the tier
-_PRIOR = 200.0  # entries' worth of evidence that a group is like all others together
+_PRIOR = 15.0  # entries' worth of evidence that a group is like the one of fewer uses
 _HALF_LIFE_S = 3600.0
+_HALF_LIFE_SEEN = 4000.0  # what was learned from less is not halved, however old it is
 
 
 def span_of(age: float) -> int:
     """The span that an age lies in."""
-    return min(int(age).bit_length(), NUM_SPANS - 1)
+    return min(int(age * SPANS_A_S).bit_length(), NUM_SPANS - 1)
 
 
 class Learnt(msgspec.Struct, frozen=True):
@@ -65,10 +67,14 @@ class Watched:
 class Reuse:
     """The sample, what was learned, and the index.
 
+    So many groups in a row, `num_by_uses`, are alike but for their uses, which grow: of each little is known at first but
+    that it is like the one before it, and of the first that it is like all others together.
+
     Attributes: index: for each group its value at the beginning of each span.
     """
 
-    def __init__(self, num_groups: int) -> None:
+    def __init__(self, num_groups: int, num_by_uses: int = 1) -> None:
+        self._num_by_uses = num_by_uses
         self.index = [[0.0] * NUM_SPANS for _ in range(num_groups)]
         self._here: dict[Mark, Watched] = {}
         self._gone: OrderedDict[Mark, Watched] = OrderedDict()
@@ -92,7 +98,7 @@ class Reuse:
             self._count(watched, group, now)
             watched.is_back = True
         self._here[mark] = watched
-        if len(self._here) + len(self._gone) > _MAX_WATCHED:
+        if self.num_watched > _MAX_WATCHED:
             self._watch_less()
         return watched
 
@@ -130,6 +136,14 @@ class Reuse:
                 kept.pop(mark).is_watched = False
         self._halve()
 
+    @property
+    def num_watched(self) -> int:
+        """How many are watched, in the tier or gone from it."""
+        return len(self._here) + len(self._gone)
+
+    def _num_seen(self) -> float:
+        return sum(map(sum, self._used)) + sum(map(sum, self._forgotten))
+
     def _halve(self) -> None:
         for table in (self._used, self._forgotten):
             for row in table:
@@ -154,9 +168,10 @@ class Reuse:
 
     def rebuild(self, now: float) -> Iterator[None]:
         """Make the index anew from what was learned until now, in short steps: the last one does it."""
-        if now - self._halved_at >= _HALF_LIFE_S:
-            if self._halved_at != -inf:
-                self._halve()
+        if self._halved_at == -inf:
+            self._halved_at = now
+        elif now - self._halved_at >= _HALF_LIFE_S and self._num_seen() >= _HALF_LIFE_SEEN:
+            self._halve()
             self._halved_at = now
         watched = [*self._here.values(), *self._gone.values()]
         waiting: Counter[int] = Counter()
@@ -164,7 +179,9 @@ class Reuse:
             waiting.update(
                 [
                     one.group << 8
-                    | (int(now - one.last).bit_length() if one.last < now else 0)  # used since the first step
+                    | (
+                        int((now - one.last) * SPANS_A_S).bit_length() if one.last < now else 0
+                    )  # used since the first step
                     for one in watched[first : first + _STEP]
                     if one.is_watched
                 ]
@@ -180,8 +197,12 @@ class Reuse:
         common = _hazards(all_used, all_censored, [0.0] * NUM_SPANS, 1e-6) if known else [0.0] * NUM_SPANS
         index = [_index(common)] * len(censored)
         prior_weight = _PRIOR / (self._mask + 1)
+        before = common
         for number, group in enumerate(known, 1):
-            index[group] = _index(_hazards(used[group], censored[group], common, prior_weight))
+            if not group % self._num_by_uses:
+                before = common
+            before = _hazards(used[group], censored[group], before, prior_weight)
+            index[group] = _index(before)
             if not number % _GROUPS_A_STEP:
                 yield
         self.index[:] = index

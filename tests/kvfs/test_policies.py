@@ -401,7 +401,8 @@ def test_reuse_watches_a_bounded_sample() -> None:
 
 
 def test_spans() -> None:
-    assert [span_of(age) for age in (0.0, 0.9, 1.0, 1.9, 2.0, 1e9)] == [0, 0, 1, 1, 2, NUM_SPANS - 1]
+    ages = (0.0, 0.06, 0.0625, 0.9, 1.0, 1.9, 2.0, 1e9)
+    assert [span_of(age) for age in ages] == [0, 0, 1, 4, 5, 5, 6, NUM_SPANS - 1]
     assert all(span_of(edge) == span for span, edge in enumerate(EDGES))
 
 
@@ -518,7 +519,7 @@ def test_what_is_recovered_at_once_goes_as_what_is_recovered_one_by_one(name: st
     [
         lambda raw: raw[: len(raw) // 2],
         lambda raw: b"",
-        lambda raw: raw.replace(b"kvfs-learned/2", b"kvfs-learned/1"),
+        lambda raw: raw.replace(b"kvfs-learned/3", b"kvfs-learned/2"),
         lambda raw: raw.replace(b'"part":0', b'"part":2'),
         lambda raw: raw.replace(b'"used":[[', b'"used":[[1.0],['),
         lambda raw: raw.replace(b'"used":[[0.0', b'"used":[[-1.0'),
