@@ -31,7 +31,8 @@ from kvfs.policies.ranking import TICK_S, Ranked, Ranking
 from kvfs.policies.reuse import Learnt, Reuse
 
 _WATCHED_A_USE = 40  # so that a use costs the same however many are watched: of 4,096 the index is made every 100 uses
-_FEWEST_USES = 10  # until then nothing is known
+_FIRST_USES = 64  # until then nothing is known: the leaf used last goes last
+_FEWEST_USES = 10
 _REBUILD_S = 0.25
 _BY_USES = (0, 1, 2, 3, 4, 4, *[5] * 3, *[6] * 7, 7)  # the group for 0, 1, 2, … and 16 or more uses after the first
 _NUM_BY_USES = 8  # a power of two; what is used by everybody differs much from what is used now and then
@@ -73,6 +74,7 @@ class Learned(Generic[E]):
         self._protected: Protected[E] = Protected(clock, self._ranking, num_groups)
         self._now = self._ranking.now
         self._num_uses = 0
+        self._fewest_uses = _FIRST_USES
         self._rebuilt_at = -inf
         self._rebuilding: Iterator[None] | None = None
 
@@ -229,10 +231,11 @@ class Learned(Generic[E]):
                 self._rebuilding = None
                 self._ranking.forget_lowest()
         elif (
-            self._num_uses >= max(_FEWEST_USES, self._reuse.num_watched / _WATCHED_A_USE)
+            self._num_uses >= max(self._fewest_uses, self._reuse.num_watched / _WATCHED_A_USE)
             and now - self._rebuilt_at >= _REBUILD_S
         ):
             self._num_uses = 0
+            self._fewest_uses = _FEWEST_USES
             self._rebuilt_at = now
             self._rebuilding = self._reuse.rebuild(now)
 

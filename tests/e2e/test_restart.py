@@ -25,8 +25,9 @@ AUTO = "--huge-pages=auto"
 def kvfs(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvfs.tools.cli", *arguments]
     return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=DEADLINE_S, cwd="/"
-    )
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=DEADLINE_S, cwd="/",
+        env={**os.environ, "COLUMNS": "250"},  # so that no table breaks its lines
+    )  # fmt: skip
 
 
 @pytest.fixture
