@@ -56,7 +56,9 @@ def test_two_directories_from_end_to_end(daemon: Any, engines: Any, wait: Any) -
     engine = engines(daemon.path)
     for path, file in files.items():
         assert file.exists() == (places[path] == first_directory)
-    assert "missing, see the log" in kvfs("status", daemon.path)
+    assert "missing" in kvfs("status", daemon.path)
+    volumes = json.loads(kvfs("status", daemon.path, "--json"))["volumes"]
+    assert [volume["fault"] for volume in volumes] == ["", "missing"]
     assert "the cache goes on without it" in daemon.log
     assert daemon.stop() == 0
 
