@@ -13,6 +13,7 @@ import itertools
 import os
 import random
 import sqlite3
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -644,8 +645,13 @@ def digest(files: Files, *others: bytes | None) -> bytes:
 
 @pytest.fixture
 def disks() -> Iterator[Path]:
-    """Where disks are opened: in memory, as what is on them is decided (129 ms each on a real disk, 55 here)."""
-    with tempfile.TemporaryDirectory(prefix="kvfs-crash-points-", dir="/dev/shm") as directory:
+    """Where disks are opened: in memory, as what is on them is decided (129 ms each on a real disk, 55 here).
+
+    A process of its own removes it once the pipe to it is closed, so that it also goes with a killed test.
+    """
+    directory = tempfile.mkdtemp(prefix="kvfs-crash-points-", dir="/dev/shm")
+    command = ["sh", "-c", 'read -r _; rm -rf -- "$0"', directory]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
         yield Path(directory)
 
 
