@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -100,12 +100,8 @@ def start(settings: Settings) -> Daemon:
         finally:
             os.close(log_fd)
             os.close(write_fd)
-        try:
+        with _ended_by_failure(process):
             notices = _await_ready(process, read_fd, settings)
-        except BaseException:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-            raise
     finally:
         os.close(read_fd)
     process.returncode = 0  # it is to outlive us: nobody waits for it, and nothing shall warn of that
@@ -128,17 +124,24 @@ def start_tied(settings: Settings, lock: str = "") -> subprocess.Popen[bytes]:
             )
         finally:
             os.close(write_fd)
-        try:
+        with _ended_by_failure(process):
             word = os.read(read_fd, MAX_SENTENCE_BYTES)
             if word.partition(b"\n")[0] != READY:
                 raise UsageError(word.decode(errors="replace") or f"the daemon on {settings.mountpoint} did not start")
-        except BaseException:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-            raise
     finally:
         os.close(read_fd)
     return process
+
+
+@contextlib.contextmanager
+def _ended_by_failure(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """What fails here, an interrupt too, ends the daemon."""
+    try:
+        yield
+    except BaseException:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        raise
 
 
 def _command(settings: Settings, report_fd: int) -> list[str]:
